@@ -1,0 +1,132 @@
+"""The GPUs of this process as torch sees them, turned into `select.Device`; the test override.
+
+Compute capability is asked of a device, never of the process: a host can hold an RTX PRO 6000
+beside a 4090.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+from sglang_kt_sm120 import env, select
+
+
+@dataclasses.dataclass(frozen=True)
+class Gpu:
+    """Data-sheet facts of one SM12x GPU, for questions that are asked without the card.
+
+    Sources: NVIDIA's RTX Blackwell PRO whitepaper (188 SMs, 128 MB L2, 1792 GB/s for all three RTX
+    PRO 6000 editions), the GeForce RTX 5090 data sheet (170 SMs, 96 MB, 1792 GB/s), and the DGX
+    Spark data sheet (273 GB/s) with vLLM pull request 55180 (GB10: 48 SMs, 24 MiB L2).
+    """
+
+    pattern: str
+    gpu_class: str
+    capability: tuple[int, int]
+    sm_count: int
+    l2_bytes: int
+    bandwidth_gbs: float
+
+
+GPUS = (
+    Gpu("RTX PRO 6000 Blackwell", "rtx_pro", (12, 0), 188, 128 << 20, 1792.0),
+    Gpu("GeForce RTX 5090", "geforce", (12, 0), 170, 96 << 20, 1792.0),
+    Gpu("GB10", "gb10", (12, 1), 48, 24 << 20, 273.0),
+)
+
+
+def describe(name: str, **measured) -> select.Device:
+    """Return the facts about the GPU called `name`; what torch measured wins over the table.
+
+    Args:
+        name: A device name as `torch.cuda.get_device_name` gives it, any edition.
+        **measured: Fields of `select.Device` read from the device itself.
+
+    Raises:
+        ValueError: The name is not in `GPUS` and nothing was measured.
+    """
+    lowered = name.lower()
+    gpu = next((gpu for gpu in GPUS if gpu.pattern.lower() in lowered), None)
+    if gpu is None and "sm_count" not in measured:
+        known = ", ".join(repr(gpu.pattern) for gpu in GPUS)
+        raise ValueError(f"unknown GPU {name!r}; the names known without the card hold {known}")
+    facts = {}
+    if gpu is not None:
+        facts = {f.name: getattr(gpu, f.name) for f in dataclasses.fields(gpu) if f.name != "pattern"}
+    elif "geforce" in lowered:
+        facts = {"gpu_class": "geforce"}
+    elif "rtx pro" in lowered:
+        facts = {"gpu_class": "rtx_pro"}
+    facts |= measured
+    return select.Device(name=name, mma=_mma(facts.get("gpu_class", "other")), **facts)
+
+
+def _mma(gpu_class: str) -> str:
+    """GeForce runs FP8 with fp32 accumulation at half rate, and block-scaled FP8 at full rate."""
+    asked = env.MMA.get()
+    if asked != "auto":
+        return asked
+    return "block_scale" if gpu_class == "geforce" else "plain"
+
+
+def is_sm120(capability: tuple[int, int] | None) -> bool:
+    """True for 12.0 (RTX PRO 6000, RTX 5090) and 12.1 (GB10); never "major >= 10"."""
+    return capability in select.SM120
+
+
+def capability(index: int | None) -> tuple[int, int] | None:
+    """Return the compute capability of CUDA device `index` as the plugin sees it.
+
+    `SGLANG_KT_SM120_TEST_CAPABILITY` replaces it, also for the CPU (`index` None).
+    """
+    return env.TEST_CAPABILITY.get() or (None if index is None else _real_capability(index))
+
+
+@functools.cache
+def _real_capability(index: int) -> tuple[int, int]:
+    import torch
+
+    return torch.cuda.get_device_capability(index)
+
+
+def sm120_names() -> list[str]:
+    """Return the names of the visible devices that are SM12x; `["cpu"]` under the test override."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return ["cpu"] if is_sm120(capability(None)) else []
+    return [
+        torch.cuda.get_device_name(index)
+        for index in range(torch.cuda.device_count())
+        if is_sm120(capability(index))
+    ]
+
+
+@functools.cache
+def device(index: int | None) -> select.Device:
+    """Return the facts about CUDA device `index` (None: the CPU) that a choice depends on."""
+    if index is None:
+        return select.Device("cpu", capability(None) or (0, 0), 0, cuda=False)
+    import torch
+
+    properties = torch.cuda.get_device_properties(index)
+    return describe(
+        properties.name,
+        capability=capability(index),
+        sm_count=properties.multi_processor_count,
+        shared_bytes=getattr(properties, "shared_memory_per_block_optin", 101376),
+        l2_bytes=properties.L2_cache_size,
+    )
+
+
+def arch(index: int | None) -> str | None:
+    """Return Triton's `arch` launch option for this device, or None for the device's own.
+
+    GB10 (12.1) takes the SM120 lowering, because Triton 3.6 and 3.7 lower FP8 for 121 to f16 HMMA.
+    So does another GPU that a test presents as SM12x.
+    """
+    if index is None:
+        return None
+    real, seen = _real_capability(index), capability(index)
+    return "sm120" if is_sm120(seen) and real != (12, 0) else None

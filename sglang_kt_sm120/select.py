@@ -1,0 +1,179 @@
+"""Which backend serves a block-FP8 product, and why.
+
+`choose` is the one decision of this package: the op routes by it, `explain` prints it, tests walk
+it. It is a pure function of the problem, the device and what the probe of the host's CUTLASS said,
+so every rank, every restart and every CUDA graph gets the same answer. No torch here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from sglang_kt_sm120 import env, heuristic
+
+BLOCK = 128  # weight blocks are 128 x 128, activation groups 1 x 128
+DECODE_M = 64  # up to here a product is bound by reading the weight
+SM120 = ((12, 0), (12, 1))
+
+#: Everything that could be asked for this product on SM12x, in the order `explain` lists it.
+BACKENDS = ("flashinfer_trtllm", "deep_gemm", "cutlass", "triton", "reference")
+
+
+@dataclass(frozen=True)
+class Device:
+    """The facts about a GPU that a choice depends on.
+
+    Attributes:
+        name: What `torch.cuda.get_device_name` says, or "cpu".
+        capability: Compute capability as the plugin sees it.
+        sm_count: Streaming multiprocessors.
+        shared_bytes: Shared memory one thread block may opt into.
+        l2_bytes: L2 size.
+        bandwidth_gbs: Memory bandwidth in GB/s from the data sheet; 0 where unknown.
+        gpu_class: "geforce", "rtx_pro", "gb10" or "other".
+        cuda: False on a machine without a CUDA device, where only `reference` runs.
+        mma: Prefill tensor-core instruction, "plain" or "block_scale".
+    """
+
+    name: str
+    capability: tuple[int, int]
+    sm_count: int
+    shared_bytes: int = 101376
+    l2_bytes: int = 0
+    bandwidth_gbs: float = 0.0
+    gpu_class: str = "other"
+    cuda: bool = True
+    mma: str = "plain"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One product: `[m, k]` activations times `[n, k]` weights.
+
+    Attributes:
+        m: Rows of the activation; above 64 the bucket's first M (see `bucket`).
+        n: Output features, any.
+        k: Input features, a multiple of 128.
+        dtype: Output dtype, "bfloat16" or "float16".
+        prequantised: The activation arrives as e4m3 with its scales.
+        deterministic: One K order for every M (batch-invariant serving).
+    """
+
+    m: int
+    n: int
+    k: int
+    dtype: str = "bfloat16"
+    prequantised: bool = False
+    deterministic: bool = False
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The answer: who serves, how, on what evidence, and why nobody else.
+
+    Attributes:
+        backend: One of `BACKENDS`.
+        config: The backend's own launch configuration, or None.
+        evidence: Where `config` comes from ("heuristic", "forced", "host", ...).
+        reason: One sentence for a person.
+        rejected: Reason by backend, for every other backend.
+    """
+
+    backend: str
+    config: Any
+    evidence: str
+    reason: str
+    rejected: dict[str, str] = field(default_factory=dict)
+
+
+class NoBackend(RuntimeError):
+    """No backend can serve this product; the message lists every reason."""
+
+
+def bucket(m: int) -> int:
+    """Return the M by which a product of `m` rows is decided.
+
+    Every M up to 64 decides for itself. Above, 64 neighbours share a decision, so the number of
+    decisions stays small; the boundaries do not depend on divisibility (no slow path for odd M).
+    """
+    return m if m <= DECODE_M else max(DECODE_M + 1, m // 64 * 64)
+
+
+def choose(problem: Problem, device: Device, cutlass: str | None = "not probed here") -> Choice:
+    """Choose the backend and its configuration.
+
+    Args:
+        problem: The product; its `m` is taken through `bucket`.
+        device: The GPU (or "cpu").
+        cutlass: None where the host's CUTLASS linear was proven on this (n, k) and device before
+            capture, else the reason why it may not serve.
+
+    Raises:
+        NoBackend: `SGLANG_KT_SM120_BACKEND` forces a backend that cannot serve this product.
+    """
+    forced = env.BACKEND.get()
+    reasons = _why_not(problem, device, cutlass)
+    if forced != "auto":
+        if reasons.get(forced):
+            every = "; ".join(f"{name}: {why}" for name, why in reasons.items() if why)
+            raise NoBackend(
+                f"{env.BACKEND.name}={forced} cannot serve m={problem.m} n={problem.n} "
+                f"k={problem.k} on {device.name}: {every}"
+            )
+        winner, evidence, reason = forced, "forced", f"{env.BACKEND.name}={forced}"
+    elif not device.cuda:
+        winner, evidence, reason = "reference", "only choice", "no CUDA device: plain torch"
+    elif reasons["cutlass"] is None and _host_first(problem):
+        winner, evidence = "cutlass", "host default"
+        reason = "M > 64, N and K multiples of 128: the host's own default, proven on this layer"
+    else:
+        winner, evidence = "triton", "heuristic"
+        reason = _triton_reason(problem)
+
+    config = heuristic.config_for(problem, device) if winner == "triton" else None
+    rejected = {
+        name: reasons[name] or _ranked_lower(name, winner, problem)
+        for name in BACKENDS
+        if name != winner
+    }
+    return Choice(winner, config, evidence, reason, rejected)
+
+
+def _host_first(problem: Problem) -> bool:
+    return problem.m > DECODE_M and not problem.deterministic
+
+
+def _triton_reason(problem: Problem) -> str:
+    if problem.m <= DECODE_M:
+        return "decode: bound by reading the weight; our kernels split K over every SM"
+    if problem.n % BLOCK:
+        return f"N = {problem.n} is no multiple of 128: native tails, where CUTLASS cannot serve"
+    return "prefill: our tiled kernel"
+
+
+def _why_not(problem: Problem, device: Device, cutlass: str | None) -> dict[str, str | None]:
+    """Return the reason why each backend cannot serve, or None where it can."""
+    sm = "".join(map(str, device.capability))
+    no_gpu = None if device.cuda else "needs a CUDA device"
+    if cutlass is None and (problem.n % BLOCK or problem.k % BLOCK):
+        cutlass = "N and K must be multiples of 128"
+    if cutlass is None and problem.prequantised:
+        cutlass = "the host's function quantises by itself"
+    return {
+        "flashinfer_trtllm": f"no kernel for compute capability {sm}: FlashInfer builds trtllm for "
+        "100 and 103 only",
+        "deep_gemm": "needs UE8M0 scales (fp32 scales would be rounded), and its builds for sglang "
+        "before 0.5.20 have no SM120 kernel",
+        "cutlass": no_gpu or cutlass,
+        "triton": no_gpu,
+        "reference": None,
+    }
+
+
+def _ranked_lower(name: str, winner: str, problem: Problem) -> str:
+    if name == "reference":
+        return "plain torch: right, and slow"
+    if name == "cutlass":
+        return "M <= 64: bound by reading the weight" if problem.m <= DECODE_M else "not preferred"
+    return f"{winner} is preferred here"
