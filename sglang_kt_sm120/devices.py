@@ -53,7 +53,9 @@ def describe(name: str, **measured) -> select.Device:
         raise ValueError(f"unknown GPU {name!r}; the names known without the card hold {known}")
     facts = {}
     if gpu is not None:
-        facts = {f.name: getattr(gpu, f.name) for f in dataclasses.fields(gpu) if f.name != "pattern"}
+        facts = {
+            f.name: getattr(gpu, f.name) for f in dataclasses.fields(gpu) if f.name != "pattern"
+        }
     elif "geforce" in lowered:
         facts = {"gpu_class": "geforce"}
     elif "rtx pro" in lowered:

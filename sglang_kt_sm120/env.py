@@ -45,7 +45,7 @@ class Variable:
     parse: Callable[[str], Any]
 
     def get(self) -> Any:
-        """Return the parsed value; an unknown value is warned about once and reads as the default."""
+        """Return the parsed value; an unknown value gives one warning and the default."""
         text = os.environ.get(self.name, "").strip()
         if not text:
             return self.parse(self.default)

@@ -1,7 +1,8 @@
 """The torch ops that sglang's layers end in, and the routing inside them.
 
     sglang_kt_sm120::block_fp8_linear(x, weight, weight_scale, counters=None) -> Tensor
-    sglang_kt_sm120::fp8_gemm_nt_groupwise(a, b, a_scale, b_scale, out_dtype, counters=None) -> Tensor
+    sglang_kt_sm120::fp8_gemm_nt_groupwise(a, b, a_scale, b_scale, out_dtype, counters=None)
+        -> Tensor
 
 Both are opaque to torch.compile: inside them M is an int, so an eager, a compiled and a captured
 run take the same kernel. They are functional: nothing is mutated (`counters` are zero before and
@@ -191,8 +192,8 @@ def _decide(x, x_scale, weight, weight_scale, out_dtype) -> tuple:
 def _run(x, x_scale, weight, weight_scale, out_dtype, counters):
     m, n = x.shape[0], weight.shape[0]
     key = (
-        select.bucket(max(m, 1)), weight.shape, weight_scale.shape, x.shape[1], x.dtype, weight.dtype,
-        weight_scale.dtype, out_dtype, x.device, None if x_scale is None else x_scale.shape[1:],
+        select.bucket(max(m, 1)), x.shape[1:], weight.shape, weight_scale.shape, x.dtype, out_dtype,
+        weight.dtype, weight_scale.dtype, x.device, None if x_scale is None else x_scale.shape[1:],
     )  # fmt: skip
     decided = _choices.get(key)
     if decided is None:

@@ -45,8 +45,8 @@ def probe(weight: torch.Tensor, weight_scale: torch.Tensor) -> None:
         return
     try:
         _verdicts[key] = _compare(weight, weight_scale)
-    except Exception as error:  # a JIT that fails, a missing symbol, "Error Internal": all the same
-        _verdicts[key] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    except Exception as error:  # a failing JIT, a missing symbol, "Error Internal": all the same
+        _verdicts[key] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
     if _verdicts[key]:
         logger.warning(
             "%s is not used for N=%d K=%d: %s; our Triton kernels serve prefill too.",

@@ -31,7 +31,9 @@ def quantise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return codes.nan_to_num().to(torch.float8_e4m3fn).reshape(m, k), scale
 
 
-def dequantise_weight(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def dequantise_weight(
+    weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
     """Return the `[N, K]` weight times its 128 x 128 block scales, in `dtype`."""
     n, k = weight.shape
     full = scale.to(dtype).repeat_interleave(GROUP, 0)[:n].repeat_interleave(GROUP, 1)[:, :k]

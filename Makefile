@@ -1,0 +1,48 @@
+# One command each; `make help` lists them. PY is any Python 3.11 or newer.
+PY    ?= python3
+TORCH ?= torch==2.13.0
+VENV  := .venv
+BIN   := $(VENV)/bin
+ARGS  ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help test lint fmt demo capture-graphs doctor wheel docs clean
+
+help: ## List the commands
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+# torch comes first and alone: a machine without a GPU wants its CPU build (TORCH=... to change).
+$(BIN)/.ready: pyproject.toml
+	$(PY) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --upgrade pip
+	$(BIN)/python -m pip install -q "$(TORCH)"
+	$(BIN)/python -m pip install -q -e ".[dev]"
+	@touch $@
+
+test: $(BIN)/.ready ## Run every test that this machine can run
+	$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
+
+lint: $(BIN)/.ready ## Check style
+	$(BIN)/ruff check . && $(BIN)/ruff format --check .
+
+fmt: $(BIN)/.ready ## Format
+	$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
+
+demo: $(BIN)/.ready ## Show the crash of the real sglang-kt, and the plugin's answer (no GPU needed)
+	$(BIN)/python -m tests.hosts.demo $(ARGS)
+
+capture-graphs: ## Capture, replay and compare CUDA graphs on this machine's GPU
+	@if [ -n "$$VIRTUAL_ENV$$CONDA_PREFIX" ]; then py=python; else $(MAKE) -s $(BIN)/.ready; py=$(BIN)/python; fi; \
+	echo "using $$($$py -c 'import sys; print(sys.executable)')" >&2; $$py -m sglang_kt_sm120 graphs $(ARGS)
+
+doctor: $(BIN)/.ready ## Check this machine
+	$(BIN)/python -m sglang_kt_sm120 doctor $(ARGS)
+
+docs: $(BIN)/.ready ## Write the documentation pages that are made from code
+	$(BIN)/python -m sglang_kt_sm120 env --markdown > docs/environment.md
+
+wheel: $(BIN)/.ready ## Build the wheel into dist/
+	$(BIN)/python -m build --wheel
+
+clean: ## Remove what the commands above made
+	rm -rf $(VENV) .hosts build dist .pytest_cache .ruff_cache

@@ -1,0 +1,389 @@
+"""Everything this package knows about sglang: the two seams, and what the user asked for.
+
+Seam one, at construction: `fp8_utils.dispatch_w8a8_block_fp8_linear()` says which function a layer
+will call. It exists in every release from sglang 0.5.5 and sglang-kt 0.5.2 on, and runs in the
+layer's `__init__`, where there is no weight and no device yet.
+Seam two, at load: `process_weights_after_loading(layer)` of `Fp8LinearMethod` and of
+compressed-tensors' `CompressedTensorsW8A8Fp8`, where both are known; it runs on reloads too.
+
+Eras are told apart by what a module holds, never by a version: sglang-kt reports 0.0.0.dev0.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from sglang_kt_sm120 import __version__, env
+from sglang_kt_sm120._startup import TARGETS
+
+logger = logging.getLogger("sglang_kt_sm120")
+
+FP8_UTILS, FP8, COMPRESSED_TENSORS = TARGETS
+DISPATCH = "dispatch_w8a8_block_fp8_linear"
+#: Module, class and the layer's scale attribute of each method whose weights we prepare.
+METHODS = (
+    (FP8, "Fp8LinearMethod", "weight_scale_inv"),
+    (COMPRESSED_TENSORS, "CompressedTensorsW8A8Fp8", "weight_scale"),
+)
+KNOWN_ARGUMENTS = {"weight_block_size", "act_scale_ue8m0"}
+#: Variables of old releases that ask for a backend while --fp8-gemm-backend is "auto".
+REQUEST_VARIABLES = {
+    "SGLANG_ENABLE_FLASHINFER_FP8_GEMM": "flashinfer_trtllm",
+    "SGLANG_ENABLE_FLASHINFER_GEMM": "flashinfer_trtllm",
+    "SGLANG_SUPPORT_CUTLASS_BLOCK_FP8": "cutlass",
+}
+FLAGS_THAT_WORK = "--fp8-gemm-backend auto or triton"
+
+_lock = threading.Lock()
+_said: set[str] = set()
+
+
+def _once(level: int, message: str, *args) -> None:
+    """Log a line the first time it comes up in this process."""
+    text = message % args if args else message
+    if text not in _said:
+        _said.add(text)
+        logger.log(level, text)
+
+
+# ---------------------------------------------------------------- installing the two seams
+
+
+def install() -> None:
+    """Wrap both seams in every sglang module that is loaded by now. Idempotent.
+
+    A seam that is missing or whose signature is not known is left alone, with one ERROR that names
+    the file: sglang then runs as if this package were not there.
+    """
+    with _lock:
+        fp8_utils = sys.modules.get(FP8_UTILS)
+        if fp8_utils is None or not _wrap_dispatch(fp8_utils):
+            return
+        for module_name, class_name, scale_name in METHODS:
+            module = sys.modules.get(module_name)
+            if module is not None and hasattr(module, class_name):
+                _wrap_load(module, getattr(module, class_name), scale_name)
+
+
+def installed() -> bool:
+    """True where seam one is wrapped in this process."""
+    dispatch = getattr(sys.modules.get(FP8_UTILS), DISPATCH, None)
+    return getattr(dispatch, "sglang_kt_sm120", False)
+
+
+def _unknown_seam(what: str, module) -> None:
+    _once(
+        logging.ERROR,
+        "sglang-kt-sm120 %s: %s in %s is not as in any release it knows; sglang's own FP8 dispatch "
+        "stays. Please report this with your sglang version.",
+        __version__, what, getattr(module, "__file__", module.__name__),
+    )  # fmt: skip
+
+
+def _wrap_dispatch(fp8_utils) -> bool:
+    original = getattr(fp8_utils, DISPATCH, None)
+    if getattr(original, "sglang_kt_sm120", False):
+        _rebind(original.__wrapped__, original)
+        return True
+    if not callable(original) or not set(inspect.signature(original).parameters) <= KNOWN_ARGUMENTS:
+        _unknown_seam(DISPATCH, fp8_utils)
+        return False
+
+    @functools.wraps(original)
+    def dispatch(*args, **kwargs):
+        return _dispatch(original, fp8_utils, args, kwargs)
+
+    dispatch.sglang_kt_sm120 = True
+    setattr(fp8_utils, DISPATCH, dispatch)
+    _rebind(original, dispatch)
+    return True
+
+
+def _rebind(original: Callable, dispatch: Callable) -> None:
+    """Replace the copies that `from fp8_utils import dispatch_...` left in sglang's modules."""
+    for name, module in tuple(sys.modules.items()):
+        if name.startswith("sglang.") and getattr(module, DISPATCH, None) is original:
+            setattr(module, DISPATCH, dispatch)
+
+
+def _wrap_load(module, cls, scale_name: str) -> None:
+    original = cls.__dict__.get("process_weights_after_loading")
+    if getattr(original, "sglang_kt_sm120", False):
+        return
+    if not callable(original) or len(inspect.signature(original).parameters) != 2:
+        _unknown_seam(f"{cls.__name__}.process_weights_after_loading", module)
+        return
+
+    @functools.wraps(original)
+    def process_weights_after_loading(self, layer):
+        ours = _keep(self, layer)
+        result = original(self, layer)
+        if ours is not None:
+            _prepare(self, ours, layer, scale_name)
+        return result
+
+    process_weights_after_loading.sglang_kt_sm120 = True
+    cls.process_weights_after_loading = process_weights_after_loading
+
+
+# ---------------------------------------------------------------- what the user asked for
+
+
+@dataclass(frozen=True)
+class Request:
+    """What was asked for, and how: `backend` as `--fp8-gemm-backend` names it."""
+
+    backend: str
+    source: str  # "--fp8-gemm-backend cutlass", "SGLANG_...=1", or "" for the default
+
+
+def requested(fp8_utils) -> Request:
+    """Return what the user asked for, not what the host has turned it into.
+
+    sglang >= 0.5.10 rewrites "auto" on SM120 before dispatch sees it, and old releases turn a
+    variable into a backend; so the server argument is read first, then the variables.
+    """
+    argument = _server_argument(fp8_utils, "fp8_gemm_runner_backend")
+    resolved = getattr(fp8_utils, "get_fp8_gemm_runner_backend", None)
+    resolved = "auto" if resolved is None else str(resolved().value)
+    if argument not in (None, "auto"):
+        return Request(argument, f"--fp8-gemm-backend {argument}")
+    for variable, backend in REQUEST_VARIABLES.items():
+        if resolved in (backend, "auto") and _variable_counts(fp8_utils, variable, resolved):
+            return Request(backend, f"{variable}={os.environ[variable]}")
+    if argument is None and resolved != "auto":
+        return Request(resolved, f"--fp8-gemm-backend {resolved}")
+    return Request("auto", "")
+
+
+def _server_argument(fp8_utils, name: str):
+    """Return a server argument of this process, or None where no server was configured."""
+    try:
+        if hasattr(fp8_utils, "get_exec"):  # sglang >= 0.5.22
+            return getattr(fp8_utils.get_exec().kernel, name, None)
+        from sglang.srt.server_args import get_global_server_args
+
+        return getattr(get_global_server_args(), name, None)
+    except Exception:  # tools build layers without a server; every era raises something else
+        return None
+
+
+def _variable_counts(fp8_utils, variable: str, resolved: str) -> bool:
+    """True where `variable` is set and this host lets it decide.
+
+    0.5.5 reads it at import (`ENABLE_FLASHINFER_GEMM`); later hosts in
+    `initialize_fp8_gemm_config`, which leaves its answer in `resolved`.
+    """
+    if os.environ.get(variable, "").strip().lower() not in env.TRUE:
+        return False
+    if not hasattr(fp8_utils, "get_fp8_gemm_runner_backend"):
+        flag = {
+            "flashinfer_trtllm": "ENABLE_FLASHINFER_GEMM",
+            "cutlass": "CUTLASS_BLOCK_FP8_SUPPORTED",
+        }
+        return bool(getattr(fp8_utils, flag[REQUEST_VARIABLES[variable]], False))
+    return resolved == REQUEST_VARIABLES[variable] and _reads(fp8_utils, variable)
+
+
+def _reads(fp8_utils, variable: str) -> bool:
+    """True where the host still reads the variable: sglang >= 0.5.10 does not."""
+    initialise = getattr(fp8_utils, "initialize_fp8_gemm_config", None)
+    names = initialise.__code__.co_names if initialise else ()
+    canonical = variable.replace("ENABLE_FLASHINFER_GEMM", "ENABLE_FLASHINFER_FP8_GEMM")
+    return canonical in names
+
+
+# ---------------------------------------------------------------- seam one: dispatch
+
+
+def _dispatch(original: Callable, fp8_utils, args: tuple, kwargs: dict):
+    try:
+        stock = original(*args, **kwargs)
+    except Exception:
+        _name_flags_that_work(fp8_utils)
+        raise
+    try:
+        block = kwargs.get("weight_block_size", args[0] if args else None)
+        return _answer(stock, fp8_utils, block)
+    except Refused as refusal:
+        raise RuntimeError(str(refusal)) from None
+    except Exception:
+        _failed("dispatch")
+        return stock
+
+
+class Refused(RuntimeError):
+    """`SGLANG_KT_SM120_STRICT=1` refuses a request that SM12x cannot serve."""
+
+
+def _failed(where: str) -> None:
+    if f"failed {where}" not in _said:
+        _said.add(f"failed {where}")
+        logger.error(
+            "sglang-kt-sm120 failed in %s; sglang's own function is used", where, exc_info=True
+        )
+
+
+def _name_flags_that_work(fp8_utils) -> None:
+    """Under a refusal of the host's own, say what does work here; the refusal itself stands."""
+    try:
+        from sglang_kt_sm120 import devices
+
+        names = devices.sm120_names()
+        if names:
+            asked = requested(fp8_utils)
+            _once(
+                logging.ERROR,
+                "sglang refuses %s on %s; what works here: %s.",
+                asked.source or "this FP8 backend", names[0], FLAGS_THAT_WORK,
+            )  # fmt: skip
+    except Exception:
+        _failed("explaining a refusal")
+
+
+def _answer(stock: Callable, fp8_utils, block):
+    """Return our linear where the request is ours to serve on a visible SM12x GPU, else `stock`."""
+    from sglang_kt_sm120 import devices
+
+    names = devices.sm120_names()
+    if not names or (block is not None and list(block) != [128, 128]):
+        return stock
+    asked = requested(fp8_utils)
+    if asked.backend not in env.REPLACE.get():
+        _once(
+            logging.INFO,
+            "sglang-kt-sm120 %s steps aside on %s: %s asks for sglang's own %s.",
+            __version__, names[0], asked.source or "the default", _name(stock),
+        )  # fmt: skip
+        return stock
+    if asked.backend == "flashinfer_trtllm":
+        if env.STRICT.get():
+            raise Refused(
+                f"{asked.source} was asked for, but FlashInfer's trtllm has no kernel for "
+                f"{names[0]}; use {FLAGS_THAT_WORK}, or unset {env.STRICT.name} to be served "
+                "by sglang-kt-sm120"
+            )
+        _once(
+            logging.WARNING,
+            "%s was asked for, but FlashInfer's trtllm has no kernel for %s; "
+            "sglang-kt-sm120 serves instead. %s say so without this warning.",
+            asked.source, names[0], FLAGS_THAT_WORK,
+        )  # fmt: skip
+
+    from sglang_kt_sm120 import linear, op
+    from sglang_kt_sm120.backends import cutlass
+
+    if _server_argument(fp8_utils, "enable_deterministic_inference"):
+        op.set_deterministic(True)
+    if asked.backend == "auto" and stock is getattr(
+        fp8_utils, "cutlass_w8a8_block_fp8_linear_with_fallback", None
+    ):
+        cutlass.offer(stock)
+    _once(
+        logging.INFO,
+        "sglang-kt-sm120 %s is active on %s: block-FP8 linears go to %s instead of %s "
+        "(off: %s=0).",
+        __version__, ", ".join(sorted(set(names))), "sglang_kt_sm120::block_fp8_linear",
+        _name(stock), env.ENABLE.name,
+    )  # fmt: skip
+    return linear.Sm120BlockFp8Linear(stock)
+
+
+def _name(function) -> str:
+    function = getattr(function, "func", function)
+    return getattr(function, "__name__", repr(function))
+
+
+# ---------------------------------------------------------------- seam two: load
+
+
+def _keep(method, layer):
+    """Return the method's `Sm120BlockFp8Linear`, or None after giving sglang's function back."""
+    from sglang_kt_sm120 import linear
+
+    ours = getattr(method, "w8a8_block_fp8_linear", None)
+    if not isinstance(ours, linear.Sm120BlockFp8Linear):
+        return None
+    try:
+        why_not = _not_ours(method, layer)
+    except Exception:
+        _failed("looking at a layer")
+        why_not = "failed"
+    if why_not is None:
+        return ours
+    logger.debug("a layer stays with sglang: %s", why_not)
+    method.w8a8_block_fp8_linear = ours.stock
+    return None
+
+
+def _not_ours(method, layer) -> str | None:
+    """Return why this layer is not ours, or None: its block size, its format, its own device."""
+    from sglang_kt_sm120 import devices
+
+    config = getattr(method, "quant_config", None)
+    block = getattr(method, "weight_block_size", None) or getattr(config, "weight_block_size", None)
+    if block is None or list(block) != [128, 128]:
+        return f"weight blocks are {block}"
+    if getattr(method, "use_mxfp8", False) or getattr(method, "use_marlin", False):
+        return "MXFP8 or Marlin layer"
+    device = layer.weight.device
+    index = None
+    if device.type == "cuda":
+        import torch
+
+        index = torch.cuda.current_device() if device.index is None else device.index
+    if not devices.is_sm120(devices.capability(index)):
+        return f"its device is {device}"
+    return None
+
+
+def _prepare(method, ours, layer, scale_name: str) -> None:
+    weight, scale = layer.weight, getattr(layer, scale_name)
+    ours.prepare(weight, scale)
+    try:
+        from sglang_kt_sm120 import op
+        from sglang_kt_sm120.backends import cutlass
+
+        cutlass.probe(weight, scale)
+        op.forget_choices()
+    except Exception:
+        _failed("probing the host's CUTLASS")
+
+
+# ---------------------------------------------------------------- the pair, by name
+
+
+def __getattr__(name: str):
+    if name != "Sm120Fp8LinearMethod":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    method = _make_method()
+    globals()[name] = method
+    return method
+
+
+def _make_method():
+    from sglang.srt.layers.quantization import fp8
+
+    install()
+
+    class Sm120Fp8LinearMethod(fp8.Fp8LinearMethod):
+        """sglang's `Fp8LinearMethod` with `Sm120BlockFp8Linear`, whatever dispatch would answer.
+
+        For models and tools that name their linear method; a served model needs nothing of this.
+        """
+
+        def __init__(self, quant_config):
+            super().__init__(quant_config)
+            from sglang_kt_sm120.linear import Sm120BlockFp8Linear
+
+            if not isinstance(self.w8a8_block_fp8_linear, Sm120BlockFp8Linear):
+                self.w8a8_block_fp8_linear = Sm120BlockFp8Linear(self.w8a8_block_fp8_linear)
+
+    return Sm120Fp8LinearMethod

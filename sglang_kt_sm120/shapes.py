@@ -1,0 +1,175 @@
+"""The block-FP8 linear layers of models: named shape sets, and the same from a config.json.
+
+Tensor parallelism splits N of a column-parallel layer and K of a row-parallel one.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+BLOCK = 128
+
+
+@dataclass(frozen=True)
+class Linear:
+    """One layer: `[n, k]` weight; `split` is "n" (column parallel), "k" (row parallel) or ""."""
+
+    name: str
+    n: int
+    k: int
+    split: str = ""
+
+    def shard(self, tp: int) -> Linear:
+        """Return the layer that one of `tp` ranks holds.
+
+        Raises:
+            ValueError: The split dimension does not divide, or leaves a shard that is no multiple
+                of 128, which sglang refuses to load.
+        """
+        if tp == 1 or not self.split:
+            return self
+        size = getattr(self, self.split)
+        if size % tp or (size // tp) % BLOCK:
+            raise ValueError(
+                f"{self.name}: {self.split.upper()} = {size} over {tp} ranks is "
+                f"{size / tp:g}, no multiple of the 128-wide weight block; sglang refuses to load it"
+            )
+        return replace(self, **{self.split: size // tp})
+
+
+def mla(hidden, heads, q_rank, kv_rank=512, nope=128, rope=64, v=128) -> list[Linear]:
+    """Return the attention linears of DeepSeek's multi-head latent attention."""
+    return [
+        Linear("fused_qkv_a_proj_with_mqa", q_rank + kv_rank + rope, hidden),
+        Linear("q_b_proj", heads * (nope + rope), q_rank, "n"),
+        Linear("kv_b_proj", heads * (nope + v), kv_rank, "n"),
+        Linear("o_proj", hidden, heads * v, "k"),
+    ]
+
+
+def gqa(hidden, heads, kv_heads, head_dim, gate=False) -> list[Linear]:
+    """Return the attention linears of grouped-query attention (`gate`: an output gate in q)."""
+    queries = heads * (2 if gate else 1)
+    return [
+        Linear("qkv_proj", (queries + 2 * kv_heads) * head_dim, hidden, "n"),
+        Linear("o_proj", hidden, heads * head_dim, "k"),
+    ]
+
+
+def mlp(name, hidden, intermediate) -> list[Linear]:
+    """Return gate_up_proj and down_proj of a gated MLP."""
+    return [
+        Linear(f"{name}.gate_up_proj", 2 * intermediate, hidden, "n"),
+        Linear(f"{name}.down_proj", hidden, intermediate, "k"),
+    ]
+
+
+#: Sources: the models' public config.json; DeepSeek-V4-Flash from vLLM's tuned-table names for the
+#: RTX PRO 6000; Qwen3.6-27B from sglang issue 33629.
+SHAPE_SETS: dict[str, list[Linear]] = {
+    "deepseek-r1": [
+        *mla(7168, 128, 1536),
+        *mlp("mlp", 7168, 18432),
+        *mlp("shared_experts", 7168, 2048),
+    ],
+    "kimi-k2": [*mla(7168, 64, 1536), *mlp("mlp", 7168, 18432), *mlp("shared_experts", 7168, 2048)],
+    "qwen3.6-27b": [
+        *mlp("mlp", 5120, 17408),
+        Linear("linear_attn.in_proj_qkvz", 16384, 5120, "n"),
+        Linear("linear_attn.out_proj", 5120, 6144, "k"),
+        *gqa(5120, 24, 4, 256, gate=True),
+    ],
+    "minimax-m2": gqa(3072, 48, 8, 128),
+    "deepseek-v4-flash": [
+        Linear("wq_a", 1024, 4096),
+        Linear("wkv", 512, 4096),
+        Linear("wq_b", 32768, 1024, "n"),
+        Linear("wo_b", 4096, 8192, "k"),
+        Linear("wo_a", 8192, 1024, "n"),
+        Linear("shared_experts.gate_up_proj", 4096, 4096, "n"),
+        Linear("shared_experts.down_proj", 4096, 2048, "k"),
+    ],
+}
+
+
+def shard(linears: list[Linear], tp: int) -> list[Linear]:
+    """Return every layer's shard for `tp` ranks; ValueError names the first that does not fit."""
+    return [linear.shard(tp) for linear in linears]
+
+
+def fitting_tp(linears: list[Linear], sizes=(1, 2, 4, 8, 16)) -> list[int]:
+    """Return the tensor-parallel sizes for which every layer's shard is a multiple of 128."""
+
+    def fits(tp: int) -> bool:
+        try:
+            return bool(shard(linears, tp))
+        except ValueError:
+            return False
+
+    return [tp for tp in sizes if fits(tp)]
+
+
+def unique(linears: list[Linear]) -> list[Linear]:
+    """Return the layers without those whose (n, k) came before, keeping the order."""
+    seen: dict[tuple[int, int], Linear] = {}
+    for linear in linears:
+        seen.setdefault((linear.n, linear.k), linear)
+    return list(seen.values())
+
+
+def from_model(path: str | Path) -> list[Linear]:
+    """Read a model's block-FP8 linears from its config.json.
+
+    Args:
+        path: The model's folder, or the file itself.
+
+    Raises:
+        FileNotFoundError: No config.json there.
+        ValueError: Not a block-FP8 model, or an architecture whose layers are not known here.
+    """
+    file = Path(path)
+    file = file / "config.json" if file.is_dir() else file
+    config = json.loads(file.read_text())
+    config = config.get("text_config", config) | {
+        key: config[key] for key in ("quantization_config",) if key in config
+    }
+    quant = config.get("quantization_config") or {}
+    block = quant.get("weight_block_size")
+    if block != [BLOCK, BLOCK]:
+        raise ValueError(
+            f"{file}: weight_block_size is {block}; this package serves [128, 128] block-FP8 models"
+        )
+    hidden = config["hidden_size"]
+    if "kv_lora_rank" in config:
+        if not config.get("q_lora_rank"):
+            raise ValueError(
+                f"{file}: multi-head latent attention without q_lora_rank is not known"
+            )
+        layers = mla(
+            hidden,
+            config["num_attention_heads"],
+            config["q_lora_rank"],
+            config["kv_lora_rank"],
+            config["qk_nope_head_dim"],
+            config["qk_rope_head_dim"],
+            config["v_head_dim"],
+        )
+    elif "num_key_value_heads" in config and "layer_types" not in config:
+        heads = config["num_attention_heads"]
+        head_dim = config.get("head_dim") or hidden // heads
+        layers = gqa(hidden, heads, config["num_key_value_heads"], head_dim)
+    else:
+        raise ValueError(
+            f"{file}: the layers of {config.get('model_type')!r} are not known here; "
+            "give them one by one with --shape N,K"
+        )
+    experts = config.get("n_routed_experts") or config.get("num_experts")
+    experts = experts or config.get("num_local_experts")
+    if not experts or config.get("first_k_dense_replace"):
+        layers += mlp("mlp", hidden, config["intermediate_size"])
+    if experts and config.get("n_shared_experts"):
+        width = config["n_shared_experts"] * config["moe_intermediate_size"]
+        layers += mlp("shared_experts", hidden, width)
+    return layers
