@@ -17,6 +17,7 @@ import logging
 import os
 import sys
 import threading
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -214,8 +215,8 @@ def _dispatch(original: Callable, fp8_utils, args: tuple, kwargs: dict):
         return _answer(stock, fp8_utils, block)
     except Refused as refusal:
         raise RuntimeError(str(refusal)) from None
-    except Exception:
-        _failed("dispatch")
+    except Exception as error:
+        _failed("dispatch", error)
         return stock
 
 
@@ -223,12 +224,11 @@ class Refused(RuntimeError):
     """`SGLANG_KT_SM120_STRICT=1` refuses a request that SM12x cannot serve."""
 
 
-def _failed(where: str) -> None:
+def _failed(where: str, error: Exception) -> None:
     if f"failed {where}" not in _said:
         _said.add(f"failed {where}")
-        logger.error(
-            "sglang-kt-sm120 failed in %s; sglang's own function is used", where, exc_info=True
-        )
+        trace = "".join(traceback.format_exception(error))
+        logger.error("sglang-kt-sm120 failed in %s; sglang goes its own way\n%s", where, trace)
 
 
 def _name_flags_that_work(fp8_utils) -> None:
@@ -244,8 +244,8 @@ def _name_flags_that_work(fp8_utils) -> None:
                 "sglang refuses %s on %s; what works here: %s.",
                 asked.source or "this FP8 backend", names[0], FLAGS_THAT_WORK,
             )  # fmt: skip
-    except Exception:
-        _failed("explaining a refusal")
+    except Exception as error:
+        _failed("explaining a refusal", error)
 
 
 def _answer(stock: Callable, fp8_utils, block):
@@ -313,8 +313,8 @@ def _keep(method, layer):
         return None
     try:
         why_not = _not_ours(method, layer)
-    except Exception:
-        _failed("looking at a layer")
+    except Exception as error:
+        _failed("looking at a layer", error)
         why_not = "failed"
     if why_not is None:
         return ours
@@ -353,8 +353,8 @@ def _prepare(method, ours, layer, scale_name: str) -> None:
 
         cutlass.probe(weight, scale)
         op.forget_choices()
-    except Exception:
-        _failed("probing the host's CUTLASS")
+    except Exception as error:
+        _failed("probing the host's CUTLASS", error)
 
 
 # ---------------------------------------------------------------- the pair, by name

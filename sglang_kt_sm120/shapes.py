@@ -14,29 +14,40 @@ BLOCK = 128
 
 @dataclass(frozen=True)
 class Linear:
-    """One layer: `[n, k]` weight; `split` is "n" (column parallel), "k" (row parallel) or ""."""
+    """One layer's weight, `[n, k]`.
+
+    Attributes:
+        name: As the model's code calls it.
+        split: What tensor parallelism divides: "n" (column parallel), "k" (row parallel) or "".
+        parts: Merged column-parallel layers: `(outputs, smallest shard)` of each part that is split
+            by itself. Key and value heads have a smallest shard (one head): with more ranks than
+            heads each rank holds a copy.
+    """
 
     name: str
     n: int
     k: int
     split: str = ""
+    parts: tuple[tuple[int, int], ...] = ()
 
     def shard(self, tp: int) -> Linear:
         """Return the layer that one of `tp` ranks holds.
 
         Raises:
-            ValueError: The split dimension does not divide, or leaves a shard that is no multiple
-                of 128, which sglang refuses to load.
+            ValueError: What is split does not divide, or leaves a shard that is no multiple of 128,
+                which sglang refuses to load.
         """
         if tp == 1 or not self.split:
             return self
-        size = getattr(self, self.split)
-        if size % tp or (size // tp) % BLOCK:
-            raise ValueError(
-                f"{self.name}: {self.split.upper()} = {size} over {tp} ranks is "
-                f"{size / tp:g}, no multiple of the 128-wide weight block; sglang refuses to load it"
-            )
-        return replace(self, **{self.split: size // tp})
+        parts = self.parts or ((getattr(self, self.split), 0),)
+        sizes = [max(size // tp, smallest) for size, smallest in parts]
+        for (size, smallest), shard in zip(parts, sizes, strict=True):
+            if (size % tp and shard != smallest) or shard % BLOCK:
+                raise ValueError(
+                    f"{self.name}: {self.split.upper()} = {size} over {tp} ranks is {size / tp:g}, "
+                    "no multiple of the 128-wide weight block; sglang refuses to load it"
+                )
+        return replace(self, **{self.split: sum(sizes)}, parts=())
 
 
 def mla(hidden, heads, q_rank, kv_rank=512, nope=128, rope=64, v=128) -> list[Linear]:
@@ -51,9 +62,10 @@ def mla(hidden, heads, q_rank, kv_rank=512, nope=128, rope=64, v=128) -> list[Li
 
 def gqa(hidden, heads, kv_heads, head_dim, gate=False) -> list[Linear]:
     """Return the attention linears of grouped-query attention (`gate`: an output gate in q)."""
-    queries = heads * (2 if gate else 1)
+    queries, kv = heads * head_dim * (2 if gate else 1), kv_heads * head_dim
+    parts = ((queries, 0), (kv, head_dim), (kv, head_dim))
     return [
-        Linear("qkv_proj", (queries + 2 * kv_heads) * head_dim, hidden, "n"),
+        Linear("qkv_proj", queries + 2 * kv, hidden, "n", parts),
         Linear("o_proj", hidden, heads * head_dim, "k"),
     ]
 
@@ -61,7 +73,7 @@ def gqa(hidden, heads, kv_heads, head_dim, gate=False) -> list[Linear]:
 def mlp(name, hidden, intermediate) -> list[Linear]:
     """Return gate_up_proj and down_proj of a gated MLP."""
     return [
-        Linear(f"{name}.gate_up_proj", 2 * intermediate, hidden, "n"),
+        Linear(f"{name}.gate_up_proj", 2 * intermediate, hidden, "n", ((intermediate, 0),) * 2),
         Linear(f"{name}.down_proj", hidden, intermediate, "k"),
     ]
 

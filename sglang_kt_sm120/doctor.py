@@ -1,0 +1,192 @@
+"""Checks of this machine, each a row with its verdict and, where it failed, what to do."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sglang_kt_sm120 import _startup, env, plugin, select, system
+
+OK, WARN, FAIL = "ok", "warn", "fail"
+HOST_FOLDER = "sglang"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One check: its name, verdict ("ok", "warn", "fail"), what was seen, and the remedy."""
+
+    check: str
+    status: str
+    value: str
+    fix: str = ""
+
+
+def rows(facts: dict[str, Any], seam: Callable[[], dict[str, Any]] | None) -> list[Row]:
+    """Judge the facts of `system.facts()`.
+
+    Args:
+        facts: What was found out about this machine.
+        seam: `system.seam`, or None to leave out the check that imports sglang.
+    """
+    found = [
+        *_gpu(facts["torch"]),
+        *_torch(facts["torch"]),
+        *_triton(facts["ptxas"], facts["versions"]),
+        *_ownership(facts["owners"], facts["versions"]),
+        *_hook(),
+        *_variables(),
+        *_cache(Path(facts["triton_cache"])),
+    ]
+    if seam is not None and HOST_FOLDER in facts["owners"]:
+        found += _seam(system.guarded(seam))
+    return found
+
+
+def exit_code(found: list[Row]) -> int:
+    """Return 1 where a check failed, 3 where only the GPU is missing, else 0."""
+    failed = [row.check for row in found if row.status == FAIL]
+    if not failed:
+        return 0
+    return 3 if failed == ["GPU"] else 1
+
+
+def _gpu(torch: dict[str, Any]) -> Iterator[Row]:
+    if "error" in torch:
+        yield Row("torch", FAIL, torch["error"], "install a CUDA build of torch")
+        return
+    devices = torch["devices"]
+    ours = [d for d in devices if tuple(map(int, d["capability"].split("."))) in select.SM120]
+    if not devices:
+        yield Row(
+            "GPU", FAIL, "no CUDA device is visible to torch",
+            "check nvidia-smi and CUDA_VISIBLE_DEVICES; without a GPU only explain, aot and the "
+            "demo work",
+        )  # fmt: skip
+        return
+    names = ", ".join(f"{d['name']} ({d['capability']})" for d in devices)
+    if ours:
+        yield Row("GPU", OK, names)
+    else:
+        yield Row(
+            "GPU", WARN, names, "no SM120/SM121 among them: the plugin leaves sglang as it is"
+        )
+
+
+def _torch(torch: dict[str, Any]) -> Iterator[Row]:
+    if "error" in torch:
+        return
+    if not torch["cuda"]:
+        yield Row(
+            "torch", WARN, f"{torch['version']}, a build without CUDA",
+            "serving needs a CUDA 12.8 or newer build of torch",
+        )  # fmt: skip
+    elif not any(arch.startswith(("sm_120", "compute_120")) for arch in torch["arch_list"]):
+        yield Row(
+            "torch", FAIL, f"{torch['version']} has no sm_120 ({' '.join(torch['arch_list'])})",
+            "install a torch built for CUDA 12.8 or newer; this one says 'no kernel image' there",
+        )  # fmt: skip
+    else:
+        yield Row("torch", OK, f"{torch['version']}, CUDA {torch['cuda']}, has sm_120")
+
+
+def _triton(ptxas: dict[str, Any], versions: dict[str, str]) -> Iterator[Row]:
+    version = versions.get("triton", "no triton")
+    if "error" in ptxas:
+        yield Row(
+            "Triton", FAIL, ptxas["error"], "Triton comes with torch's CUDA builds: reinstall torch"
+        )
+    elif not ptxas["ok"]:
+        yield Row(
+            "Triton", FAIL, f"{version}: {ptxas['message'] or 'its ptxas refuses sm_120a'}",
+            "set TRITON_PTXAS_PATH to the ptxas of CUDA 12.8 or newer, or update triton",
+        )  # fmt: skip
+    else:
+        yield Row("Triton", OK, f"{version}, ptxas assembles for sm_120a")
+
+
+def _ownership(owners: dict[str, list[str]], versions: dict[str, str]) -> Iterator[Row]:
+    for folder, names in owners.items():
+        if len(names) > 1:
+            yield Row(
+                f"owner of {folder}/", FAIL, " and ".join(names),
+                "two distributions wrote into one folder: uninstall both, then reinstall the one "
+                "that you want",
+            )  # fmt: skip
+    names = owners.get(HOST_FOLDER, [])
+    if not names:
+        yield Row("host", WARN, "no sglang here", "pip install sglang-kt (or sglang)")
+    elif len(names) == 1:
+        yield Row("host", OK, f"{names[0]} {versions.get(names[0], '')}".strip())
+
+
+def _hook() -> Iterator[Row]:
+    if not env.ENABLE.get():
+        yield Row("hook", WARN, f"{env.ENABLE.name}=0: switched off", f"unset {env.ENABLE.name}")
+    elif _startup.armed():
+        yield Row("hook", OK, "start-up hook is armed in new interpreters")
+    else:
+        yield Row(
+            "hook", FAIL, "start-up hook did not run in this interpreter",
+            "install the wheel into this environment's site-packages (python -S and -I skip it)",
+        )  # fmt: skip
+
+
+def _seam(seam: dict[str, Any]) -> Iterator[Row]:
+    allowed = os.environ.get("SGLANG_PLUGINS", "")
+    if "error" in seam or not seam["imported"]:
+        yield Row(
+            "seam", WARN, f"sglang does not import here: {seam.get('error') or seam['message']}",
+            "sglang itself cannot start in this environment; mend that first",
+        )  # fmt: skip
+    elif seam["wrapped"]:
+        yield Row("seam", OK, "sglang's block-FP8 dispatch is wrapped in a fresh interpreter")
+    elif not env.ENABLE.get():
+        yield Row("seam", WARN, "not wrapped: switched off", f"unset {env.ENABLE.name}")
+    elif allowed and plugin.ENTRY_POINT not in allowed:
+        yield Row(
+            "seam", WARN, f"not wrapped: SGLANG_PLUGINS={allowed}",
+            f"add {plugin.ENTRY_POINT} to SGLANG_PLUGINS",
+        )  # fmt: skip
+    else:
+        yield Row(
+            "seam", FAIL, "the plugin is installed, but sglang's dispatch is not wrapped",
+            "look for an ERROR of sglang_kt_sm120 in the server's log; this host may be newer "
+            "than the plugin",
+        )  # fmt: skip
+
+
+def _variables() -> Iterator[Row]:
+    for variable in env.VARIABLES:
+        text = os.environ.get(variable.name, "").strip()
+        if not text:
+            continue
+        try:
+            variable.parse(text)
+        except ValueError:
+            yield Row(
+                variable.name, FAIL, f"{text!r} is not understood", f"allowed: {variable.allowed}"
+            )
+    if env.TEST_CAPABILITY.get():
+        yield Row(
+            env.TEST_CAPABILITY.name, WARN, os.environ[env.TEST_CAPABILITY.name],
+            "a test override is on: the plugin does not see the real GPU; unset it to serve",
+        )  # fmt: skip
+    for name in ("SGLANG_ENABLE_FLASHINFER_FP8_GEMM", "SGLANG_ENABLE_FLASHINFER_GEMM"):
+        if os.environ.get(name, "").strip().lower() in env.TRUE:
+            yield Row(
+                name, WARN, os.environ[name],
+                "asks for FlashInfer's trtllm, which has no SM120 kernel; unset it",
+            )  # fmt: skip
+
+
+def _cache(folder: Path) -> Iterator[Row]:
+    if system.writable(folder):
+        yield Row("kernel cache", OK, str(folder))
+    else:
+        yield Row(
+            "kernel cache", FAIL, f"{folder} cannot be written",
+            "set TRITON_CACHE_DIR to a folder that can",
+        )  # fmt: skip

@@ -1,0 +1,171 @@
+"""Facts about this machine, as plain values that go into JSON.
+
+Every probe is guarded: what cannot be found out becomes None or an "error" text, never an
+exception, so that the report always prints. Nothing but the standard library at import.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+#: Distributions whose versions matter here.
+DISTRIBUTIONS = (
+    "sglang-kt-sm120",
+    "sglang-kt",
+    "sglang",
+    "kt-kernel",
+    "torch",
+    "triton",
+    "flashinfer-python",
+    "sgl-kernel",
+    "sglang-kernel",
+    "sgl-deep-gemm",
+    "deep-gemm",
+)
+#: Import folders that more than one of them could write into.
+SHARED_FOLDERS = ("sglang", "deep_gemm", "sgl_kernel", "triton")
+GPU_FIELDS = ("name", "compute_cap", "driver_version", "memory.total", "power.limit")
+
+
+def guarded(probe: Callable[[], Any]) -> Any:
+    """Return what `probe` finds, or `{"error": ...}`."""
+    try:
+        return probe()
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+def run(command: list[str], timeout: float = 60.0, **kwargs) -> subprocess.CompletedProcess:
+    """Run a command to its end and keep its output as text; raises as subprocess.run does."""
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, **kwargs)
+
+
+def versions() -> dict[str, str]:
+    """Return the installed version of each of `DISTRIBUTIONS` that is installed."""
+    found = {}
+    for name in DISTRIBUTIONS:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def owners() -> dict[str, list[str]]:
+    """Return which distributions own each of `SHARED_FOLDERS`; more than one is an accident."""
+    by_package = metadata.packages_distributions()
+    return {
+        folder: sorted(set(by_package[folder])) for folder in SHARED_FOLDERS if folder in by_package
+    }
+
+
+def gpus() -> list[dict[str, str]]:
+    """Return name, capability, driver, memory and power limit of each GPU, from nvidia-smi."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    query = f"--query-gpu={','.join(GPU_FIELDS)}"
+    result = run(["nvidia-smi", query, "--format=csv,noheader"])
+    if result.returncode:
+        raise RuntimeError(result.stdout.strip() or result.stderr.strip())
+    rows = (line.split(", ") for line in result.stdout.strip().splitlines())
+    return [dict(zip(GPU_FIELDS, row, strict=False)) for row in rows]
+
+
+def torch_facts() -> dict[str, Any]:
+    """Return torch's version, CUDA version, architectures and the devices that it sees."""
+    import torch
+
+    cuda = torch.cuda.is_available()
+    devices = [
+        {
+            "name": torch.cuda.get_device_name(index),
+            "capability": ".".join(map(str, torch.cuda.get_device_capability(index))),
+        }
+        for index in range(torch.cuda.device_count() if cuda else 0)
+    ]
+    return {
+        "version": torch.__version__,
+        "cuda": torch.version.cuda,
+        "arch_list": torch.cuda.get_arch_list() if torch.version.cuda else [],
+        "devices": devices,
+    }
+
+
+def ptxas_sm120() -> dict[str, Any]:
+    """Say whether Triton's ptxas assembles for sm_120a: {"ok", "path", "message"}."""
+    import triton
+
+    folder = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    # Triton >= 3.6 brings a second one for Blackwell and newer.
+    candidates = [
+        os.environ.get("TRITON_PTXAS_BLACKWELL_PATH"),
+        os.environ.get("TRITON_PTXAS_PATH"),
+        *(str(folder / name) for name in ("ptxas-blackwell", "ptxas")),
+    ]
+    path = next((c for c in candidates if c and Path(c).is_file()), None)
+    if path is None:
+        return {"ok": False, "path": None, "message": "Triton has no ptxas here"}
+    with tempfile.TemporaryDirectory() as scratch:
+        source = Path(scratch) / "empty.ptx"
+        source.write_text(
+            ".version 8.7\n.target sm_120a\n.address_size 64\n.visible .entry k() { ret; }\n"
+        )
+        result = run([path, "-arch=sm_120a", str(source), "-o", f"{scratch}/empty.cubin"])
+    return {"ok": result.returncode == 0, "path": path, "message": result.stderr.strip()}
+
+
+def writable(folder: Path) -> bool:
+    """True where files can be made in `folder`, or in the nearest parent that exists."""
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    return os.access(folder, os.W_OK)
+
+
+def triton_cache() -> Path:
+    """Return the folder that Triton keeps compiled kernels in."""
+    home = Path(os.environ.get("TRITON_HOME", Path.home()))
+    return Path(os.environ.get("TRITON_CACHE_DIR", home / ".triton" / "cache"))
+
+
+#: Run in a process of its own: importing sglang takes seconds and has side effects.
+SEAM_PROBE = """
+import importlib
+importlib.import_module("sglang.srt.layers.quantization.fp8_utils")
+from sglang_kt_sm120 import host
+print("SEAM", host.installed())
+"""
+
+
+def seam() -> dict[str, Any]:
+    """Import sglang's fp8_utils in a fresh interpreter and see whether the seam is wrapped there.
+
+    Returns {"imported": bool, "wrapped": bool, "message": last line of what went wrong}.
+    """
+    result = run([sys.executable, "-c", SEAM_PROBE], timeout=300.0)
+    lines = [line for line in result.stdout.splitlines() if line.startswith("SEAM ")]
+    message = "" if lines else (result.stderr.strip().splitlines() or ["no output"])[-1]
+    return {"imported": bool(lines), "wrapped": lines[-1:] == ["SEAM True"], "message": message}
+
+
+def facts() -> dict[str, Any]:
+    """Return everything above but `seam`, ready for JSON."""
+    return {
+        "python": platform.python_version(),
+        "executable": sys.executable,
+        "platform": platform.platform(),
+        "versions": guarded(versions),
+        "owners": guarded(owners),
+        "gpus": guarded(gpus),
+        "torch": guarded(torch_facts),
+        "ptxas": guarded(ptxas_sm120),
+        "triton_cache": str(triton_cache()),
+    }
