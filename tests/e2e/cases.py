@@ -1,0 +1,42 @@
+"""Every start that the end-to-end tests look at, by name."""
+
+from __future__ import annotations
+
+from tests.e2e.runs import Case
+
+MLA, QWEN = "deepseek_v3", "qwen3"
+TRTLLM_VARIABLE = (("SGLANG_ENABLE_FLASHINFER_FP8_GEMM", "1"),)
+
+
+def _cases():
+    """Yield the cases; within a host, the stock runs come first and fill the JIT caches."""
+    for host, checkpoints in (
+        ("kt-0.6.1", (MLA, QWEN)),
+        ("kt-0.5.2.post1", (MLA,)),
+        ("kt-0.7.2", (MLA, QWEN)),
+        ("installed", (MLA, QWEN)),
+    ):
+        for kind in checkpoints:
+            name = f"{host}-{kind}"
+            yield Case(f"{name}-stock-triton", host, kind, "triton", plugin=False)
+            yield Case(f"{name}-auto", host, kind)
+            yield Case(f"{name}-auto-deepgemm", host, kind, deep_gemm=True)
+    # The crash, from the real server, in CUDA-graph capture.
+    for host in ("kt-0.6.1", "kt-0.5.2.post1"):
+        yield Case(f"{host}-{MLA}-crash", host, MLA, plugin=False, server=True)
+    yield Case(f"kt-0.6.1-{QWEN}-crash", "kt-0.6.1", QWEN, plugin=False)
+    # 0.7.2: auto works without the plugin, an explicit or environment trtllm does not.
+    new, trtllm = "kt-0.7.2", "flashinfer_trtllm"
+    yield Case(f"{new}-{MLA}-trtllm-crash", new, MLA, trtllm, plugin=False, server=True)
+    yield Case(
+        f"{new}-{MLA}-trtllm-variable-crash", new, MLA, plugin=False, environment=TRTLLM_VARIABLE
+    )
+    yield Case(f"{new}-{MLA}-trtllm", new, MLA, trtllm)
+    yield Case(f"{new}-{MLA}-trtllm-variable", new, MLA, environment=TRTLLM_VARIABLE)
+    yield Case(f"{new}-{MLA}-triton", new, MLA, "triton")
+    # The real server over HTTP.
+    for host in ("kt-0.6.1", "kt-0.7.2", "installed"):
+        yield Case(f"{host}-{MLA}-server", host, MLA, server=True)
+
+
+CASES = {case.name: case for case in _cases()}

@@ -1,0 +1,119 @@
+"""Real servers on a GPU: up, through CUDA-graph capture, and generating, with the plugin's kernels.
+
+Where the GPU is no SM12x, the starts wear an SM120 personality (see inside/e2e_inside.py) and our
+kernels are lowered as for SM120. A start in which the plugin was not active cannot pass: the calls
+of its backends are counted in the scheduler process.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.e2e import compare, hosts, runs
+from tests.e2e.cases import CASES, MLA, QWEN
+
+torch = pytest.importorskip("torch")
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    pytest.mark.skipif(not hosts.pythons(), reason="no real sglang host: see tests/e2e/hosts.py"),
+]
+HOSTS = sorted(hosts.pythons())
+REFUSED = "gemm_fp8_nt_groupwise does not support backend 'trtllm' with capability 120"
+#: Linear functions of sglang that must not run while the plugin serves; its CUTLASS may (prefill).
+NEVER = ("triton_w8a8", "deepgemm_w8a8", "flashinfer_gemm")
+
+
+def calls(record: dict, **wanted) -> int:
+    """Count calls, over all processes, whose fields equal `wanted`."""
+    rows = [row for process in record["processes"] for row in process["calls"]]
+    return sum(
+        row["count"] for row in rows if all(row[key] == value for key, value in wanted.items())
+    )
+
+
+def here(*names: str):
+    """Mark one test per case, for the hosts of this machine."""
+    return [
+        pytest.param(name, marks=pytest.mark.cases(name))
+        for name in names
+        if CASES[name].host in HOSTS
+    ]
+
+
+SERVED = [
+    name
+    for name, case in CASES.items()
+    if case.plugin and (case.host != "installed" or not case.deep_gemm)
+]
+CRASHES = [name for name in CASES if name.endswith("-crash")]
+STOCK = [name for name in CASES if name.endswith("-stock-triton")]
+
+
+@pytest.mark.parametrize("name", here(*STOCK))
+def test_stock_triton_serves_without_the_plugin(name, record):
+    """The yardstick: sglang's own Triton path, and nothing of ours."""
+    got = record(name)
+    assert got["answers"], got["traceback"] or got["lines"]
+    assert calls(got, by="plugin") == 0
+    assert calls(got, by="stock", name="triton_w8a8_block_fp8_linear") > 0
+
+
+@pytest.mark.parametrize("name", here(*CRASHES))
+def test_without_the_plugin_it_crashes_in_capture(name, record):
+    got = record(name)
+    assert not got["answers"]
+    assert any(REFUSED in line for line in got["traceback"]), got["traceback"][-3:] or got["lines"]
+    assert any("cuda_graph_runner" in line for line in got["traceback"])
+    assert calls(got, by="plugin") == 0
+
+
+@pytest.mark.parametrize("name", here(*SERVED))
+def test_served_through_graph_capture(name, record):
+    got = record(name)
+    assert got["answers"], got["traceback"] or got["lines"]
+    said = "\n".join(got["lines"])
+    assert f"Capture cuda graph bs {runs.GRAPH_BATCH_SIZES}" in said
+    assert "is active on" in said
+    arch = got["environment"].get("SGLANG_KT_SM120_TEST_CAPABILITY") and "sm120"
+    for m in runs.GRAPH_BATCH_SIZES:
+        assert calls(got, by="plugin", name="triton", m=m, capturing=True, arch=arch or ""), m
+    assert calls(got, by="plugin", name="reference") == 0
+    rows = [row for process in got["processes"] for row in process["calls"]]
+    assert not [row for row in rows if row["by"] == "stock" and row["name"].startswith(NEVER)]
+
+
+@pytest.mark.parametrize("name", here(*SERVED))
+def test_tokens_are_those_of_stock_triton(name, request, record):
+    case = CASES[name]
+    got, stock = record(name), record(f"{case.host}-{case.checkpoint}-stock-triton")
+    if not (got["answers"] and stock["answers"]):
+        pytest.fail("no answers to compare")
+    result = compare.compare(got["answers"], stock["answers"])
+    assert compare.near_ties_only(result), result
+
+
+@pytest.mark.parametrize(
+    ("name", "flag"),
+    [
+        pytest.param(name, flag, marks=pytest.mark.cases(name))
+        for name, flag in (
+            (f"kt-0.7.2-{MLA}-trtllm", "--fp8-gemm-backend flashinfer_trtllm"),
+            (f"kt-0.7.2-{MLA}-trtllm-variable", "SGLANG_ENABLE_FLASHINFER_FP8_GEMM=1"),
+        )
+        if "kt-0.7.2" in HOSTS
+    ],
+)
+def test_an_explicit_trtllm_is_served_with_one_warning(name, flag, record):
+    warned = [line for line in record(name)["lines"] if "sglang-kt-sm120 serves instead" in line]
+    assert len(warned) == 1
+    assert flag in warned[0]
+
+
+@pytest.mark.parametrize("kind", [MLA, QWEN])
+def test_deep_gemm_on_or_off_changes_no_token(kind, record):
+    """The same kernels serve both; prompts may share prefill batches differently, so near-ties."""
+    if "kt-0.6.1" not in HOSTS:
+        pytest.skip("needs sglang-kt 0.6.1")
+    off, on = record(f"kt-0.6.1-{kind}-auto"), record(f"kt-0.6.1-{kind}-auto-deepgemm")
+    assert compare.near_ties_only(compare.compare(on["answers"], off["answers"]))
