@@ -1,0 +1,233 @@
+"""Which kernel and which schedule for a problem on a device: tables and one formula.
+
+Standard library only. A `problem` has m, n, k, prequantised and deterministic; a `device` has
+capability, sm_count and shared_bytes (per block, opt-in). Both are duck-typed.
+
+The tables say which kernel variant serves which rows; where each line comes from is in
+docs/kernels.md. The formula is *one exact wave*: a decode layer is split along K into as many
+programs as the device holds at once, no more (one program too many costs a whole second wave) and
+in equal parts. How many it holds follows from the registers and shared memory recorded here,
+which `aot` re-measures and a test compares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+GROUP = 128  # columns of K per activation scale; rows and columns per weight scale
+MAX_SPLITS = 24  # partial sums that a reduction may have to read
+DECODE_ROWS = 64  # largest M that the decode kernels serve
+
+
+@dataclass(frozen=True)
+class Config:
+    """One launch: a kernel, its compiled variant and its run-time schedule.
+
+    `splits` and the value of `split_order` above 1 are run-time arguments; everything else
+    selects a compiled variant.
+    """
+
+    kernel: str  # "direct", "pipelined" or "tiled"
+    block_m: int  # tokens per program
+    block_n: int  # weight rows per program
+    num_warps: int
+    num_stages: int = 1
+    fused: bool = False  # quantises the activation itself
+    unroll: int = 1  # direct: K blocks requested at once
+    fence: bool = False  # direct: hold every step's loads together
+    swap: bool = True  # pipelined: weights on the 16-wide side of the product
+    chunk: int = 8  # partial sums read at once in the reduction
+    group_m: int = 8  # tiled: row tiles that walk along N together
+    unit_scaled: bool = False  # tiled: block-scaled instruction with unit scales
+    split_order: int = 0  # tiled: sum K in this many ranges, as split-K would
+    splits: int = 1  # programs per output tile
+
+    def variant(self) -> Config:
+        """This config without its run-time part: equal variants share one compilation."""
+        return replace(self, splits=1, split_order=min(self.split_order, 1))
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What a compiled variant needs: registers per thread, shared bytes per program."""
+
+    registers: int
+    shared_bytes: int
+
+
+# Decode variants. Names are for this file and the documents only.
+WIDE8 = Config("direct", 8, 128, num_warps=4, unroll=1, fence=True, fused=True)
+NARROW8 = Config("direct", 8, 64, num_warps=2, unroll=4, fused=True, chunk=16)
+SHORT8 = Config("direct", 8, 64, num_warps=2, unroll=2, fused=True, chunk=16)
+QUANTISED8 = Config("direct", 8, 16, num_warps=1, unroll=4)
+NARROW16 = Config("direct", 16, 32, num_warps=1, unroll=4, chunk=4)
+WIDE16 = Config("pipelined", 16, 128, num_warps=4, num_stages=3, chunk=4)
+ROWS32 = Config("pipelined", 32, 64, num_warps=4, num_stages=3, chunk=4)
+ROWS64 = Config("pipelined", 64, 64, num_warps=4, num_stages=3, chunk=4)
+
+# Prefill variants, largest tile first.
+LARGE = Config("tiled", 128, 128, num_warps=8, num_stages=3)
+MEDIUM = Config("tiled", 64, 128, num_warps=4, num_stages=3)
+
+# One order of K for every M. The tokens are the 16-wide side everywhere, as in prefill.
+FIXED16 = Config("pipelined", 16, 64, num_warps=4, num_stages=3, fused=True, swap=False, chunk=4)
+FIXED32 = replace(FIXED16, block_m=32, fused=False)
+FIXED64 = replace(FIXED16, block_m=64, fused=False)
+FIXED_LARGE = Config("tiled", 64, 128, num_warps=8, num_stages=3, split_order=1)
+FIXED_PROGRAMS = 256  # programs aimed at, whatever the device
+
+# From ahead-of-time compilation for sm_120a (Triton 3.6.0 and its ptxas), bf16, dependent launch.
+RESOURCES = {
+    WIDE8: Resources(94, 4096),
+    NARROW8: Resources(226, 2048),
+    SHORT8: Resources(152, 2048),
+    QUANTISED8: Resources(128, 512),
+    NARROW16: Resources(226, 2048),
+    WIDE16: Resources(128, 36864),
+    ROWS32: Resources(96, 24576),
+    ROWS64: Resources(168, 32768),
+}
+
+
+def programs_per_sm(variant: Config, device) -> int:
+    """Programs of a decode variant that one SM holds, from registers, shared memory and limits."""
+    need = RESOURCES[variant]
+    warps, blocks = (48, 24) if device.capability[0] == 12 else (64, 32)
+    registers = -(-need.registers // 8) * 8 * 32 * variant.num_warps
+    # A block also takes 1 KiB of shared memory for the system, and an SM has 1 KiB that no
+    # block can opt in to.
+    shared = device.shared_bytes + 1024
+    return min(
+        65536 // registers, shared // (need.shared_bytes + 1024), warps // variant.num_warps, blocks
+    )
+
+
+def equal_splits(steps: int, at_most: int) -> int:
+    """The fewest splits whose longest part is as short as `at_most` splits could make it."""
+    at_most = max(1, min(at_most, steps, MAX_SPLITS))
+    return -(-steps // -(-steps // at_most))
+
+
+def one_wave(variant: Config, n: int, k: int, programs: int) -> tuple[Config, float]:
+    """`variant` with as many splits as fit `programs`. Returns (config, share of them used)."""
+    tiles = -(-n // variant.block_n)
+    steps = -(-k // (GROUP * variant.unroll))
+    splits = equal_splits(steps, programs // tiles)
+    return replace(variant, splits=splits), min(1.0, tiles * splits / programs)
+
+
+def config_for(problem, device) -> Config:
+    """The kernel and schedule for a problem.
+
+    Args:
+        problem: m >= 1, n, k (a multiple of 128), prequantised (the activation arrives as e4m3
+            with scales), deterministic (the same order of K for every M).
+        device: capability, sm_count, shared_bytes.
+    """
+    if problem.deterministic:
+        return _fixed_order(problem)
+    if problem.m > DECODE_ROWS:
+        return _prefill(problem, device)
+    for rows, choose in _DECODE:
+        if problem.m <= rows:
+            return choose(problem, device)
+    raise AssertionError("unreachable")
+
+
+def _up_to_8(problem, device) -> Config:
+    """Register-direct, quantising on the way. The widest tile that fills the device wins."""
+    if problem.prequantised:
+        programs = device.sm_count * programs_per_sm(QUANTISED8, device)
+        return one_wave(QUANTISED8, problem.n, problem.k, programs)[0]
+    config = WIDE8
+    for variant in (WIDE8, NARROW8, SHORT8):
+        programs = device.sm_count * programs_per_sm(variant, device)
+        config, filled = one_wave(variant, problem.n, problem.k, programs)
+        if filled >= 0.6:
+            break
+    return config
+
+
+def _up_to_16(problem, device) -> Config:
+    """Narrow layers register-direct, large ones through shared memory; both pre-quantised."""
+    if problem.n * problem.k <= 40_000_000:
+        programs = device.sm_count * programs_per_sm(NARROW16, device)
+        return one_wave(NARROW16, problem.n, problem.k, programs)[0]
+    return one_wave(WIDE16, problem.n, problem.k, device.sm_count * 5 // 2)[0]
+
+
+def _up_to_32(problem, device) -> Config:
+    programs = device.sm_count * min(3, programs_per_sm(ROWS32, device))
+    return one_wave(ROWS32, problem.n, problem.k, programs)[0]
+
+
+def _up_to_64(problem, device) -> Config:
+    programs = device.sm_count * min(2, programs_per_sm(ROWS64, device))
+    return one_wave(ROWS64, problem.n, problem.k, programs)[0]
+
+
+_DECODE = ((8, _up_to_8), (16, _up_to_16), (32, _up_to_32), (DECODE_ROWS, _up_to_64))
+
+
+def _prefill(problem, device) -> Config:
+    """The largest tile that still gives most SMs one; below that, 64-row tiles and split-K."""
+    for variant in (LARGE, MEDIUM):
+        tiles = -(-problem.m // variant.block_m) * -(-problem.n // variant.block_n)
+        if tiles >= 0.75 * device.sm_count:
+            return variant
+    programs = 2 * device.sm_count // -(-problem.m // ROWS64.block_m)
+    return one_wave(ROWS64, problem.n, problem.k, max(programs, 1))[0]
+
+
+def fixed_splits(n: int, k: int) -> int:
+    """Splits under deterministic inference: a function of the weight's shape alone."""
+    return equal_splits(k // GROUP, FIXED_PROGRAMS // -(-n // FIXED16.block_n))
+
+
+def _fixed_order(problem) -> Config:
+    splits = fixed_splits(problem.n, problem.k)
+    for variant in (FIXED16, FIXED32, FIXED64):
+        if problem.m <= variant.block_m:
+            fused = variant.fused and not problem.prequantised
+            return replace(variant, splits=splits, fused=fused)
+    return replace(FIXED_LARGE, split_order=splits)
+
+
+def counters_needed(n: int, k: int) -> int:
+    """Most output tiles that any config with M <= 64 has: how many counters a layer needs."""
+    narrowest = min(variant.block_n for variant in (*RESOURCES, FIXED16, FIXED32, FIXED64))
+    return -(-n // narrowest)
+
+
+@dataclass(frozen=True)
+class _Case:
+    m: int
+    n: int
+    k: int
+    prequantised: bool
+    deterministic: bool
+
+
+# One M per line of the tables, and prefill sizes that cross its tile choices.
+_ROWS = (1, 16, 32, 64, 128, 512, 4096)
+
+
+def all_configs(
+    shapes: Iterable[tuple[int, int]],
+    device,
+    *,
+    prequantised: bool = False,
+    deterministic: bool = False,
+    rows: Iterable[int] = _ROWS,
+) -> list[Config]:
+    """One config per compiled variant that `config_for` can return for (n, k) shapes.
+
+    For ahead-of-time compilation and warm-up: launching each once compiles everything.
+    """
+    seen: dict[Config, Config] = {}
+    for n, k in shapes:
+        for m in rows:
+            config = config_for(_Case(m, n, k, prequantised, deterministic), device)
+            seen.setdefault(config.variant(), config)
+    return list(seen.values())

@@ -1,0 +1,10 @@
+"""The Triton kernels. Importing this package imports torch and triton, and nothing of ours."""
+
+from __future__ import annotations
+
+from .direct import direct
+from .pipelined import pipelined
+from .quant import quantise
+from .tiled import tiled
+
+__all__ = ["direct", "pipelined", "quantise", "tiled"]
