@@ -3,8 +3,6 @@
 Importing this package imports neither torch nor sglang; the names below are resolved on first use.
 """
 
-from __future__ import annotations
-
 __version__ = "0.1.0"
 
 _LAZY = {

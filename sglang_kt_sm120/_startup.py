@@ -6,8 +6,6 @@ to nothing (`sys` and `os`, both already loaded): it puts a finder on `sys.meta_
 idle until sglang's block-FP8 modules are imported, and then hands over to `plugin`.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from .direct import direct
 from .pipelined import pipelined
 from .quant import quantise
+from .stream import read
 from .tiled import tiled
 
-__all__ = ["direct", "pipelined", "quantise", "tiled"]
+__all__ = ["direct", "pipelined", "quantise", "read", "tiled"]

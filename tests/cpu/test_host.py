@@ -1,0 +1,220 @@
+"""What the user asked for and whose layer it is, decided for every kind of host and device.
+
+The real hosts are in test_routing.py; here are the combinations that no single machine shows.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import types
+
+import pytest
+import torch
+
+from sglang_kt_sm120 import devices, env, host, linear
+from sglang_kt_sm120.backends import cutlass
+
+
+class Backend(enum.Enum):
+    AUTO = "auto"
+    TRITON = "triton"
+    CUTLASS = "cutlass"
+    DEEP_GEMM = "deep_gemm"
+    FLASHINFER_TRTLLM = "flashinfer_trtllm"
+
+
+def stock(**_):
+    return "stock"
+
+
+def cutlass_w8a8_block_fp8_linear_with_fallback(**_):
+    return "cutlass"
+
+
+def fp8_utils(argument="auto", resolved=None, reads=()):
+    """A host's fp8_utils: the server argument, and what its initialisation made of it."""
+    module = types.SimpleNamespace(
+        __file__="fp8_utils.py",
+        get_fp8_gemm_runner_backend=lambda: Backend(resolved or argument),
+        get_exec=lambda: types.SimpleNamespace(
+            kernel=types.SimpleNamespace(fp8_gemm_runner_backend=argument)
+        ),
+        cutlass_w8a8_block_fp8_linear_with_fallback=cutlass_w8a8_block_fp8_linear_with_fallback,
+    )
+    source = "def initialize_fp8_gemm_config(a):\n    return (" + "".join(f"a.{r}," for r in reads)
+    namespace: dict = {}
+    exec(source + ")", namespace)
+    module.initialize_fp8_gemm_config = namespace["initialize_fp8_gemm_config"]
+    return module
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch):
+    monkeypatch.setattr(host, "_said", set())
+    monkeypatch.setattr(cutlass, "_linear", None)
+    monkeypatch.setattr(devices, "sm120_names", lambda: ["NVIDIA RTX PRO 6000"])
+    for variable in (*host.REQUEST_VARIABLES, *(v.name for v in env.VARIABLES)):
+        monkeypatch.delenv(variable, raising=False)
+
+
+@pytest.fixture
+def lines():
+    """Everything of INFO and above that the plugin logs."""
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append
+    level = host.logger.level
+    host.logger.addHandler(handler)
+    host.logger.setLevel(logging.INFO)
+    yield records
+    host.logger.removeHandler(handler)
+    host.logger.setLevel(level)
+
+
+OURS = linear.Sm120BlockFp8Linear
+FLASHINFER = "SGLANG_ENABLE_FLASHINFER_FP8_GEMM"
+CUTLASS = "SGLANG_SUPPORT_CUTLASS_BLOCK_FP8"
+
+
+@pytest.mark.parametrize(
+    ("argument", "resolved", "environ", "reads", "backend"),
+    [
+        ("auto", "auto", {}, (), "auto"),
+        ("auto", "triton", {}, (), "auto"),  # sglang >= 0.5.10 rewrites on SM120
+        ("auto", "cutlass", {}, (), "auto"),  # sglang >= 0.5.16
+        ("triton", "triton", {}, (), "triton"),
+        (
+            "auto",
+            "flashinfer_trtllm",
+            {FLASHINFER: "1"},
+            (FLASHINFER, CUTLASS),
+            "flashinfer_trtllm",
+        ),
+        ("auto", "cutlass", {CUTLASS: "1"}, (FLASHINFER, CUTLASS), "cutlass"),
+        ("auto", "cutlass", {CUTLASS: "1"}, (), "auto"),  # a host that no longer reads it
+        ("triton", "triton", {FLASHINFER: "1"}, (FLASHINFER,), "triton"),  # the argument wins
+        (None, "flashinfer_trtllm", {}, (), "flashinfer_trtllm"),
+    ],
+)
+def test_requested(argument, resolved, environ, reads, backend, monkeypatch):
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    assert host.requested(fp8_utils(argument, resolved, reads)).backend == backend
+
+
+def test_the_first_dispatch_says_so_once(lines):
+    for _ in range(3):
+        assert isinstance(host._answer(stock, fp8_utils(), None), OURS)
+    (record,) = lines
+    assert record.levelname == "INFO"
+    for word in ("active", "RTX PRO 6000", "stock", "SGLANG_KT_SM120_ENABLE=0"):
+        assert word in record.getMessage()
+
+
+@pytest.mark.parametrize("argument", ["cutlass", "deep_gemm"])
+def test_stepping_aside_names_the_flag(argument, lines):
+    for _ in range(2):
+        assert host._answer(stock, fp8_utils(argument), None) is stock
+    (record,) = lines
+    assert f"--fp8-gemm-backend {argument}" in record.getMessage()
+
+
+def test_replace_widens_and_narrows(monkeypatch):
+    monkeypatch.setenv(env.REPLACE.name, "cutlass")
+    assert isinstance(host._answer(stock, fp8_utils("cutlass"), None), OURS)
+    assert host._answer(stock, fp8_utils("auto"), None) is stock
+
+
+def test_trtllm_is_served_with_one_warning_or_refused(lines, monkeypatch):
+    for _ in range(2):
+        assert isinstance(host._answer(stock, fp8_utils("flashinfer_trtllm"), None), OURS)
+    (warning,) = [r for r in lines if r.levelname == "WARNING"]
+    assert "--fp8-gemm-backend flashinfer_trtllm" in warning.getMessage()
+    monkeypatch.setenv(env.STRICT.name, "1")
+    with pytest.raises(RuntimeError, match="no kernel for NVIDIA RTX PRO 6000"):
+        host._dispatch(lambda: stock, fp8_utils("flashinfer_trtllm"), (), {})
+
+
+def test_a_refusal_of_the_host_stands_with_the_flags_that_work(lines):
+    def refuse():
+        raise RuntimeError("the host's words")
+
+    with pytest.raises(RuntimeError, match="the host's words"):
+        host._dispatch(refuse, fp8_utils("flashinfer_trtllm"), (), {})
+    (record,) = lines
+    assert record.levelname == "ERROR"
+    assert host.FLAGS_THAT_WORK in record.getMessage()
+
+
+def test_no_sm120_device_returns_the_very_function(monkeypatch, lines):
+    monkeypatch.setattr(devices, "sm120_names", list)
+    assert host._dispatch(lambda: stock, fp8_utils(), (), {}) is stock
+    assert not lines
+
+
+@pytest.mark.parametrize("block", [[1, 32], [32, 32], [64, 64], [128, 64]])
+def test_other_blocks_are_declined_at_dispatch(block):
+    call = {"weight_block_size": block}
+    assert host._dispatch(lambda weight_block_size: stock, fp8_utils(), (), call) is stock
+
+
+def test_a_failure_of_ours_is_one_error_and_stock(monkeypatch, lines):
+    monkeypatch.setattr(host, "requested", lambda _: 1 / 0)
+    for _ in range(2):
+        assert host._dispatch(lambda: stock, fp8_utils(), (), {}) is stock
+    (record,) = lines
+    assert record.levelname == "ERROR"
+    assert "ZeroDivisionError" in record.getMessage()
+
+
+def method(block=(128, 128), **attributes):
+    config = types.SimpleNamespace(weight_block_size=list(block) if block else None)
+    return types.SimpleNamespace(
+        quant_config=config, w8a8_block_fp8_linear=OURS(stock), **attributes
+    )
+
+
+def on(device: str):
+    weight = types.SimpleNamespace(device=torch.device(device))
+    return types.SimpleNamespace(weight=weight)
+
+
+@pytest.mark.parametrize(
+    ("capability", "ours"),
+    [
+        ((8, 0), False), ((8, 6), False), ((8, 9), False), ((9, 0), False), ((10, 0), False),
+        ((10, 3), False), ((11, 0), False), ((12, 0), True), ((12, 1), True), ((13, 0), False),
+    ],
+)  # fmt: skip
+def test_a_layer_belongs_to_its_own_device(capability, ours, monkeypatch):
+    monkeypatch.setattr(devices, "capability", lambda index: capability)
+    kept = host._keep(made := method(), on("cuda:0"))
+    assert (kept is not None) is ours
+    assert (made.w8a8_block_fp8_linear is stock) is not ours
+
+
+def test_two_devices_in_one_process(monkeypatch):
+    monkeypatch.setattr(devices, "capability", lambda index: [(12, 0), (8, 9)][index])
+    first, second = method(), method()
+    assert host._keep(first, on("cuda:0")) is first.w8a8_block_fp8_linear
+    assert host._keep(second, on("cuda:1")) is None
+    assert second.w8a8_block_fp8_linear is stock
+
+
+@pytest.mark.parametrize(
+    "made",
+    [method(None), method((32, 32)), method(use_mxfp8=True), method(use_marlin=True)],
+    ids=["not block FP8", "32x32", "MXFP8", "Marlin"],
+)
+def test_layers_of_another_format_get_the_hosts_function_back(made, monkeypatch):
+    monkeypatch.setattr(devices, "capability", lambda index: (12, 0))
+    assert host._keep(made, on("cuda:0")) is None
+    assert made.w8a8_block_fp8_linear is stock
+
+
+def test_the_hosts_cutlass_is_offered_only_under_auto():
+    host._answer(cutlass_w8a8_block_fp8_linear_with_fallback, fp8_utils("triton"), None)
+    assert cutlass._linear is None
+    host._answer(cutlass_w8a8_block_fp8_linear_with_fallback, fp8_utils("auto", "cutlass"), None)
+    assert cutlass._linear is cutlass_w8a8_block_fp8_linear_with_fallback

@@ -1,0 +1,162 @@
+"""The callable that sglang gets, called as sglang's layers call it."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+from sglang_kt_sm120.backends import reference
+from sglang_kt_sm120.linear import Sm120BlockFp8Linear
+from tests.helpers import activation, assert_right, block_fp8
+
+N, K = 200, 256
+
+
+def stock(**arguments):
+    return "stock", arguments
+
+
+@pytest.fixture
+def layer():
+    weight, scale = block_fp8(N, K)
+    linear = Sm120BlockFp8Linear(stock)
+    linear.prepare(weight, scale)
+    return linear, weight, scale
+
+
+def call(layer, x, **changes):
+    linear, weight, scale = layer
+    arguments = {
+        "input": x,
+        "weight": weight,
+        "block_size": [128, 128],
+        "weight_scale": scale,
+        "input_scale": None,
+        "bias": None,
+    }
+    return linear(**(arguments | changes))
+
+
+def exact(layer, x):
+    return reference.multiply(*reference.quantise(x.reshape(-1, K)), layer[1], layer[2])
+
+
+@pytest.mark.parametrize("shape", [(3, K), (2, 5, K), (1, 1, K), (0, K), (2, 0, K)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_leading_dimensions(layer, shape, dtype):
+    x = torch.randn(shape).to(dtype)
+    got = call(layer, x)
+    assert got.shape == (*shape[:-1], N)
+    assert got.dtype is dtype
+    if x.numel():
+        assert_right(got.reshape(-1, N), exact(layer, x))
+
+
+def test_views_that_cannot_be_viewed_flat(layer):
+    x = activation(6 * 2, K).reshape(6, 2, K).transpose(0, 1)
+    assert_right(call(layer, x).reshape(-1, N), exact(layer, x))
+    columns = activation(4, 3 * K)[:, K : 2 * K]
+    assert_right(call(layer, columns), exact(layer, columns))
+
+
+def test_bias_is_added_and_the_hosts_own_addition_is_safe(layer):
+    x, bias = activation(3, K), torch.randn(N).bfloat16()
+    plain, biased = call(layer, x), call(layer, x, bias=bias)
+    assert torch.equal(biased, plain + bias)
+    plain += 1  # as hosts do
+    assert torch.equal(call(layer, x) + 1, plain)
+
+
+@pytest.mark.parametrize("rows", [0, 3])
+@pytest.mark.parametrize("padding", [0, 1])
+@pytest.mark.parametrize("column_major", [False, True])
+def test_quantised_input(layer, rows, padding, column_major):
+    q, scale = reference.quantise(activation(5, K)[:rows])
+    kept = torch.nn.functional.pad(scale, (0, 0, 0, padding), value=torch.nan)
+    kept = kept.t().contiguous().t() if column_major else kept
+    got = call(layer, q, input_scale=kept)
+    assert got.shape == (rows, N)
+    assert got.dtype is torch.bfloat16
+    if rows:
+        assert_right(got, reference.multiply(q, scale, *layer[1:]))
+
+
+def test_other_blocks_and_unknown_arguments_go_to_stock(layer):
+    x = activation(2, K)
+    assert call(layer, x, block_size=[32, 32])[0] == "stock"
+    name, arguments = call(layer, x, from_the_future=7)
+    assert name == "stock"
+    assert arguments["from_the_future"] == 7
+    assert arguments["input"] is x
+
+
+def test_arguments_of_newer_hosts(layer):
+    x = activation(2, K)
+    got = call(layer, x, act_scale_ue8m0=True, weight_bf16=None)
+    assert torch.equal(got, call(layer, x))
+
+
+def test_fp32_and_gradients_are_refused(layer):
+    with pytest.raises(TypeError, match=rf"float32.*\[{N}, {K}\]"):
+        call(layer, torch.randn(2, K))
+    x = activation(2, K).requires_grad_()
+    with pytest.raises(RuntimeError, match="no gradient"):
+        call(layer, x)
+    with torch.no_grad():
+        call(layer, x)
+
+
+@pytest.mark.parametrize(
+    ("weight", "scale", "message"),
+    [
+        (torch.empty(N, K), torch.rand(2, 2), r"\[200, 256\] is torch.float32"),
+        (block_fp8(N, K)[0], torch.rand(2, 3), r"\[200, 256\] needs .* \[2, 2\]"),
+        (torch.zeros(N, 200).to(torch.float8_e4m3fn), torch.rand(2, 2), r"K = 200"),
+    ],
+    ids=["bf16 weight", "scale shape", "K"],
+)
+def test_prepare_refuses_with_the_layers_shape(weight, scale, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        Sm120BlockFp8Linear(stock).prepare(weight, scale)
+
+
+def test_prepare_converts_ue8m0_in_place_once():
+    weight, _ = block_fp8(N, K)
+    exponents = torch.randint(110, 135, (2, 2)).to(torch.uint8)
+    scale = torch.nn.Parameter(exponents.view(torch.float8_e8m0fnu), requires_grad=False)
+    scale.format_ue8m0 = True
+    linear = Sm120BlockFp8Linear(stock)
+    linear.prepare(weight, scale)
+    converted = scale.data_ptr()
+    linear.prepare(weight, scale)  # a reload
+    assert scale.data_ptr() == converted
+    assert scale.dtype is torch.float32
+    assert scale.format_ue8m0 is False
+    assert torch.equal(scale.data.double(), 2.0 ** (exponents.double() - 127))
+
+
+def test_copies_and_pickles(layer):
+    x = activation(2, K)
+    for copied in (copy.deepcopy(layer[0]), pickle.loads(pickle.dumps(layer[0]))):
+        assert torch.equal(call((copied, *layer[1:]), x), call(layer, x))
+
+
+def test_compiles_without_a_break(layer):
+    linear, weight, scale = layer
+    module = torch.nn.Module()
+    module.weight = torch.nn.Parameter(weight, requires_grad=False)
+    module.scale = torch.nn.Parameter(scale, requires_grad=False)
+
+    @torch.compile(fullgraph=True, dynamic=True, backend="aot_eager")
+    def forward(x):
+        return linear(
+            input=x, weight=module.weight, block_size=[128, 128], weight_scale=module.scale
+        )
+
+    with torch.no_grad():
+        for m in (2, 9, 70):
+            x = activation(m, K)
+            assert torch.equal(forward(x), call(layer, x))

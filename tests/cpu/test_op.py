@@ -1,0 +1,178 @@
+"""The ops: schema, fakes, what they refuse, and that compiled runs take the same path."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.library import opcheck
+from torch.testing._internal.optests import generate_tests
+
+from sglang_kt_sm120 import op, select
+from sglang_kt_sm120.backends import reference
+from tests.helpers import activation, assert_right, block_fp8
+from tests.opchecks import OPCHECKS, bytes_compare
+
+MS = [0, 1, 2, 3, 5, 17, 64, 65, 130]
+
+
+def operands(m, n, k, dtype=torch.bfloat16):
+    weight, scale = block_fp8(n, k)
+    return activation(m, k, dtype), weight, scale
+
+
+def quantised(m, n, k):
+    x, weight, scale = operands(m, n, k)
+    q, q_scale = reference.quantise(x)
+    return q, weight, q_scale, scale
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("m", MS)
+@pytest.mark.parametrize(("n", "k"), [(16, 128), (576, 256), (300, 384)])
+def test_linear_against_float64(m, n, k, dtype):
+    x, weight, scale = operands(m, n, k, dtype)
+    got = op.block_fp8_linear(x, weight, scale)
+    assert got.shape == (m, n)
+    assert got.dtype is dtype
+    if m:
+        expected = reference.multiply(*reference.quantise(x), weight, scale)
+        assert_right(got, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("m", [0, 1, 6])
+def test_gemm_against_float64(m, dtype):
+    a, b, a_scale, b_scale = quantised(m, 200, 256)
+    a_scale = a_scale.t().contiguous().t()  # column-major, as CUTLASS wants it: any strides serve
+    got = op.fp8_gemm_nt_groupwise(a, b, a_scale, b_scale, dtype)
+    assert got.shape == (m, 200)
+    assert got.dtype is dtype
+    if m:
+        assert_right(got, reference.multiply(a, a_scale, b, b_scale))
+
+
+def test_strided_and_transposed_inputs_give_the_same_values():
+    wide, weight, scale = operands(6, 64, 512)
+    weight, scale = weight[:, :256].contiguous(), scale[:, :2].contiguous()
+    columns = wide[:, 128:384]
+    expected = op.block_fp8_linear(columns.contiguous(), weight, scale)
+    assert not columns.is_contiguous()
+    assert torch.equal(op.block_fp8_linear(columns, weight, scale), expected)
+    transposed = columns.t().contiguous().t()
+    assert torch.equal(op.block_fp8_linear(transposed, weight, scale), expected)
+
+
+def test_the_output_is_fresh():
+    x, weight, scale = operands(4, 128, 128)
+    first, second = (op.block_fp8_linear(x, weight, scale) for _ in range(2))
+    pointers = {t.untyped_storage().data_ptr() for t in (first, second, x, weight, scale)}
+    assert len(pointers) == 5
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (lambda x, w, s: (x.float(), w, s), TypeError, r"float32.*\[256, 384\]"),
+        (lambda x, w, s: (x, w, s[:, :2]), ValueError, r"\[256, 384\] needs scales \[2, 3\]"),
+        (lambda x, w, s: (x, w, s.half()), TypeError, r"scales are torch.float16"),
+        (lambda x, w, s: (x, w.to(torch.bfloat16), s), TypeError, r"needs torch.float8_e4m3fn"),
+        (lambda x, w, s: (x[:, :256], w, s), ValueError, r"expected \[M, 384\]"),
+        (lambda x, w, s: (x[:, :100], w[:, :100].contiguous(), s[:, :1]), ValueError, r"K = 100"),
+        (lambda x, w, s: (x, w.t().contiguous().t(), s), ValueError, r"contiguous"),
+    ],
+    ids=["fp32", "scale shape", "scale dtype", "weight dtype", "K", "K % 128", "strides"],
+)
+def test_bad_input_is_refused_with_the_shape(change, error, message):
+    with pytest.raises(error, match=message):
+        op.block_fp8_linear(*change(*operands(3, 256, 384)))
+
+
+def test_the_fakes_refuse_what_the_op_refuses():
+    x, weight, scale = operands(3, 256, 384)
+    mode = torch._subclasses.FakeTensorMode()
+    fakes = [mode.from_tensor(tensor) for tensor in (x.float(), weight, scale)]
+    with mode, pytest.raises(TypeError, match="float32"):
+        op.block_fp8_linear(*fakes)
+
+
+@pytest.mark.parametrize("test", OPCHECKS)
+@pytest.mark.parametrize("m", [0, 1, 3, 64])
+def test_opcheck_linear(m, test):
+    with bytes_compare():
+        opcheck(torch.ops.sglang_kt_sm120.block_fp8_linear, operands(m, 200, 256), test_utils=test)
+
+
+@pytest.mark.parametrize("test", OPCHECKS)
+@pytest.mark.parametrize("m", [0, 1, 3, 64])
+def test_opcheck_gemm(m, test):
+    arguments = (*quantised(m, 200, 256), torch.bfloat16)
+    with bytes_compare():
+        opcheck(torch.ops.sglang_kt_sm120.fp8_gemm_nt_groupwise, arguments, test_utils=test)
+
+
+def test_opcheck_catches_an_op_that_writes_its_weight():
+    library = torch.library.Library("sm120_control", "DEF")
+    library.define("mutates(Tensor x, Tensor weight) -> Tensor")
+
+    def mutates(x, weight):
+        weight.view(torch.uint8)[0, 0] += 1
+        return x.clone()
+
+    library.impl("mutates", mutates, "CPU")
+    x, weight, _ = operands(3, 128, 128)
+    with bytes_compare(), pytest.raises(generate_tests.OpCheckError):
+        opcheck(torch.ops.sm120_control.mutates, (x, weight), test_utils="test_schema")
+
+
+class Layer(torch.nn.Module):
+    def __init__(self, n=256, k=384):
+        super().__init__()
+        weight, scale = block_fp8(n, k)
+        self.weight = torch.nn.Parameter(weight, requires_grad=False)
+        self.scale = torch.nn.Parameter(scale, requires_grad=False)
+
+    def forward(self, x):
+        return op.block_fp8_linear(x * 2, self.weight, self.scale) + 1
+
+
+@contextlib.contextmanager
+def recorded(monkeypatch):
+    """Yield the list of Ms that the backend was called with."""
+    ms = []
+    original = reference.run
+
+    def run(x, *args, **kwargs):
+        ms.append(x.shape[0])
+        return original(x, *args, **kwargs)
+
+    monkeypatch.setattr(reference, "run", run)
+    op.forget_choices()
+    yield ms
+    op.forget_choices()
+
+
+def test_one_compilation_serves_every_m(monkeypatch):
+    layer, counter = Layer(), CompileCounterWithBackend("inductor")
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=counter)
+    with torch.no_grad(), recorded(monkeypatch) as ms:
+        for m in (2, 3, 17, 64, 1000):
+            x = activation(m, 384)
+            ms.clear()
+            assert torch.equal(compiled(x), layer(x))
+            assert ms == [m, m]  # compiled, then eager: the same M reaches the same backend
+        assert counter.frame_count == 1
+        for m in (1, 0):  # torch makes one of its own for each
+            x = activation(m, 384)
+            assert torch.equal(compiled(x), layer(x))
+        assert counter.frame_count <= 3
+
+
+def test_buckets_have_no_divisibility_paths():
+    for m in range(1, 258):
+        assert select.bucket(m) <= m
+        assert select.bucket(m) == m or m > select.DECODE_M
+    assert {select.bucket(m) for m in range(65, 128)} == {65}
+    assert {select.bucket(m) for m in range(128, 192)} == {128}

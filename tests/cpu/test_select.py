@@ -1,0 +1,96 @@
+"""The choice, walked over every shape, M and GPU without a GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from sglang_kt_sm120 import devices, env, select, shapes
+
+NAMES = [
+    "NVIDIA RTX PRO 6000 Blackwell Server Edition",
+    "NVIDIA RTX PRO 6000 Blackwell Workstation Edition",
+    "NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition",
+    "NVIDIA GeForce RTX 5090",
+    "NVIDIA GB10",
+]
+R1 = shapes.unique(shapes.SHAPE_SETS["deepseek-r1"])
+
+
+@pytest.fixture(autouse=True)
+def no_variables(monkeypatch):
+    for variable in env.VARIABLES:
+        monkeypatch.delenv(variable.name, raising=False)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_one_table_of_limits_knows_every_edition(name):
+    device = devices.describe(name)
+    assert device.capability in select.SM120
+    assert device.sm_count in (188, 170, 48)
+    assert device.shared_bytes == 101376
+    assert device.mma == ("block_scale" if "GeForce" in name else "plain")
+
+
+def test_what_the_device_says_wins_over_the_table():
+    device = devices.describe(NAMES[0], sm_count=160, capability=(12, 0))
+    assert device.sm_count == 160
+    assert devices.describe("NVIDIA Something New", sm_count=10, capability=(12, 0)).sm_count == 10
+    with pytest.raises(ValueError, match="unknown GPU"):
+        devices.describe("NVIDIA Something New")
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("layer", R1, ids=lambda layer: f"{layer.n}x{layer.k}")
+def test_every_m_of_every_layer_is_served(name, layer):
+    device = devices.describe(name)
+    backends = []
+    for m in range(1, 258):
+        choice = select.choose(select.Problem(select.bucket(m), layer.n, layer.k), device)
+        assert set(choice.rejected) == set(select.BACKENDS) - {choice.backend}
+        assert all(choice.rejected.values())
+        assert "capability 12" in choice.rejected["flashinfer_trtllm"]
+        backends.append(choice.backend)
+    assert set(backends) == {"triton"}
+
+
+@pytest.mark.parametrize("layer", R1, ids=lambda layer: f"{layer.n}x{layer.k}")
+def test_a_proven_host_cutlass_takes_prefill_and_nothing_else(layer):
+    device = devices.describe(NAMES[0])
+    for m in range(1, 258):
+        problem = select.Problem(select.bucket(m), layer.n, layer.k)
+        backend = select.choose(problem, device, cutlass=None).backend
+        expected = "cutlass" if m > 64 and layer.n % 128 == 0 else "triton"
+        assert backend == expected, m  # M % 4 plays no part
+        for other in (
+            dataclasses.replace(problem, deterministic=True),
+            dataclasses.replace(problem, prequantised=True),
+        ):
+            assert select.choose(other, device, cutlass=None).backend == "triton"
+
+
+def test_the_same_question_has_the_same_answer():
+    device = devices.describe(NAMES[3])
+    problem = select.Problem(16, 2112, 7168)
+    assert select.choose(problem, device) == select.choose(problem, device)
+
+
+def test_without_cuda_the_reference_serves():
+    cpu = select.Device("cpu", (12, 0), 0, cuda=False)
+    choice = select.choose(select.Problem(4, 128, 128), cpu)
+    assert choice.backend == "reference"
+    assert choice.rejected["triton"] == "needs a CUDA device"
+
+
+def test_forcing(monkeypatch):
+    device = devices.describe(NAMES[0])
+    monkeypatch.setenv(env.BACKEND.name, "reference")
+    choice = select.choose(select.Problem(4, 128, 128), device)
+    assert (choice.backend, choice.evidence) == ("reference", "forced")
+    monkeypatch.setenv(env.BACKEND.name, "cutlass")
+    with pytest.raises(select.NoBackend, match=r"n=2112.*trtllm.*multiples of 128"):
+        select.choose(select.Problem(4, 2112, 7168), device, cutlass=None)
+    monkeypatch.setenv(env.BACKEND.name, "triton")
+    with pytest.raises(select.NoBackend, match="needs a CUDA device"):
+        select.choose(select.Problem(4, 128, 128), select.Device("cpu", (0, 0), 0, cuda=False))
