@@ -48,11 +48,11 @@ def print_json(ok: bool, **lists: Any) -> None:
     typer.echo(json.dumps({"schema": SCHEMA, "ok": ok, **lists}, indent=1))
 
 
-def table(*columns: str, title: str | None = None) -> Table:
-    """Return an empty table in the style of this program."""
+def table(*columns: str, title: str | None = None, whole: tuple[str, ...] = ()) -> Table:
+    """Return an empty table in the style of this program; columns in `whole` are never folded."""
     made = Table(title=title, title_justify="left", header_style="bold", box=None, pad_edge=False)
     for column in columns:
-        made.add_column(column, overflow="fold")
+        made.add_column(column, overflow="fold", no_wrap=column in whole)
     return made
 
 
@@ -149,6 +149,14 @@ def linears(shape: list[str], model: str | None, shape_set: str | None, tp: int)
         raise fail(f"{error}. Tensor-parallel sizes that fit: {fitting}", EXIT_PROBLEM) from None
 
 
+def unusual(config) -> dict[str, Any]:
+    """Return the fields of a launch configuration that differ from their defaults."""
+    if config is None:
+        return {}
+    fields = dataclasses.fields(config)
+    return {f.name: v for f in fields if (v := getattr(config, f.name)) != f.default}
+
+
 def asked_device(gpu: str | None):
     """Return the `select.Device` that --gpu names, or this machine's first SM12x GPU."""
     from sglang_kt_sm120 import devices
@@ -195,7 +203,16 @@ def explain(
     proven = None if host_cutlass else "not proven: it is compared with ours on the layer at load"
     rows, shown = (
         [],
-        table("layer", "N,K", "M", "backend", "configuration", "why", title=device.name),
+        table(
+            "layer",
+            "N,K",
+            "M",
+            "backend",
+            "configuration",
+            "why",
+            title=device.name,
+            whole=("layer", "N,K"),
+        ),
     )
     for layer in layers:
         for rows_of_x in ms:
@@ -212,7 +229,7 @@ def explain(
                     "reason": choice.reason, "rejected": choice.rejected,
                 }
             )  # fmt: skip
-            brief = " ".join(f"{key}={value}" for key, value in (config or {}).items())
+            brief = " ".join(f"{key}={value}" for key, value in unusual(choice.config).items())
             shown.add_row(
                 layer.name, f"{layer.n},{layer.k}", str(rows_of_x), choice.backend, brief,
                 f"{choice.reason} ({choice.evidence})",
@@ -258,7 +275,7 @@ def env_command(
             default = f"`{row['default']}`" if row["default"] else "empty"
             typer.echo(f"| `{row['name']}` | {default} | {row['allowed']} | {row['help']} |")
         return
-    shown = table("variable", "value", "default", "meaning")
+    shown = table("variable", "value", "default", "meaning", whole=("variable",))
     for row in rows:
         value = "" if row["value"] is None else row["value"]
         shown.add_row(row["name"], value, row["default"], f"{row['help']} ({row['allowed']})")

@@ -124,10 +124,14 @@ def ptxas_sm120() -> dict[str, Any]:
 
 
 def writable(folder: Path) -> bool:
-    """True where files can be made in `folder`, or in the nearest parent that exists."""
+    """True where a file can be made in `folder`, or in the nearest parent that exists."""
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
-    return os.access(folder, os.W_OK)
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            return True
+    except OSError:
+        return False
 
 
 def triton_cache() -> Path:

@@ -1,0 +1,117 @@
+"""The command line: tables, JSON, exit codes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from sglang_kt_sm120 import cli, devices, env, select
+
+RTX = "NVIDIA RTX PRO 6000 Blackwell Server Edition"
+runner = CliRunner()
+
+
+def run(*arguments: str, code: int = 0):
+    result = runner.invoke(cli.app, list(arguments))
+    assert result.exit_code == code, result.output
+    return result
+
+
+def test_explain_answers_without_a_gpu_and_from_the_object_that_routes():
+    result = run("explain", "--shape", "2112,7168", "--m", "1,16,4096", "--gpu", RTX, "--json")
+    answer = json.loads(result.stdout)
+    assert (answer["schema"], answer["ok"]) == (1, True)
+    assert [row["m"] for row in answer["rows"]] == [1, 16, 4096]
+    for row in answer["rows"]:
+        choice = select.choose(
+            select.Problem(select.bucket(row["m"]), 2112, 7168), devices.describe(RTX)
+        )
+        assert (row["n"], row["k"]) == (2112, 7168)
+        assert row["backend"] == choice.backend == "triton"
+        assert row["config"]["kernel"] == choice.config.kernel
+        assert row["source"] == choice.evidence
+        assert row["reason"] == choice.reason
+        assert row["rejected"].keys() | {"triton"} == set(select.BACKENDS)
+        assert "no kernel for compute capability 120" in row["rejected"]["flashinfer_trtllm"]
+
+
+def test_explain_shows_a_table():
+    text = run("explain", "--set", "deepseek-r1", "--m", "1", "--gpu", RTX).stdout
+    for word in ("fused_qkv_a_proj_with_mqa", "2112,7168", "triton", "flashinfer_trtllm"):
+        assert word in text
+
+
+def test_explain_of_a_model_and_its_shards(tmp_path):
+    config = {
+        "hidden_size": 2048, "intermediate_size": 1280, "num_attention_heads": 16,
+        "num_key_value_heads": 4, "head_dim": 128, "model_type": "qwen3",
+        "quantization_config": {"weight_block_size": [128, 128]},
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    arguments = ("explain", "--model", str(tmp_path), "--gpu", RTX, "--m", "1", "--json")
+    assert len(json.loads(run(*arguments, "--tp", "2").stdout)["rows"]) == 4
+    refused = run(*arguments, "--tp", "4", code=1).stderr
+    for word in ("320", "no multiple of the 128", "1, 2"):
+        assert word in " ".join(refused.split())
+
+
+def test_assuming_the_hosts_cutlass():
+    arguments = ("explain", "--shape", "4096,7168", "--m", "64,65", "--gpu", RTX, "--json")
+    rows = json.loads(run(*arguments, "--host-cutlass").stdout)["rows"]
+    assert [row["backend"] for row in rows] == ["triton", "cutlass"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--shape", "2112"),
+        ("--shape", "2112,7100"),
+        ("--shape", "a,b"),
+        ("--m", "1,x"),
+        ("--m", "-1"),
+        ("--gpu", "NVIDIA Unheard Of"),
+        ("--dtype", "float32"),
+        ("--set", "no-such-model"),
+        ("--model", "/no/such/folder"),
+        ("--tp", "0"),
+        ("--shape", "128,128", "--set", "kimi-k2"),
+    ],
+)
+def test_usage_errors_are_2(arguments):
+    given = arguments if "--gpu" in arguments else (*arguments, "--gpu", RTX)
+    run("explain", *given, code=2)
+
+
+def test_explain_without_a_gpu_needs_a_name():
+    assert "--gpu" in run("explain", code=3).stderr
+
+
+def test_env_lists_every_variable(monkeypatch):
+    monkeypatch.setenv(env.STRICT.name, "1")
+    answer = json.loads(run("env", "--json").stdout)
+    assert (answer["schema"], answer["ok"]) == (1, True)
+    assert [row["name"] for row in answer["variables"]] == [v.name for v in env.VARIABLES]
+    by_name = {row["name"]: row for row in answer["variables"]}
+    assert by_name[env.STRICT.name]["value"] == "1"
+    assert by_name[env.ENABLE.name]["value"] is None
+    text = run("env").stdout
+    assert all(variable.name in text for variable in env.VARIABLES)
+
+
+def test_help_loads_no_torch():
+    code = (
+        "import sys; from sglang_kt_sm120 import cli\n"
+        "try: cli.app(['--help'])\n"
+        "except SystemExit: assert not {'torch', 'triton', 'sglang'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_version():
+    from sglang_kt_sm120 import __version__
+
+    assert run("--version").stdout.strip() == __version__

@@ -1,0 +1,138 @@
+"""What doctor says of machines that are not at hand."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from sglang_kt_sm120 import cli, doctor, env, system
+
+ARCHES = ["sm_80", "sm_90", "sm_100", "sm_120", "compute_120"]
+GOOD = {
+    "torch": {
+        "version": "2.9.1", "cuda": "12.8", "arch_list": ARCHES,
+        "devices": [{"name": "NVIDIA GeForce RTX 5090", "capability": "12.0"}],
+    },
+    "versions": {"triton": "3.5.1", "sglang-kt": "0.7.2"},
+    "owners": {"sglang": ["sglang-kt"], "triton": ["triton"]},
+    "ptxas": {"ok": True, "path": "/ptxas", "message": ""},
+    "triton_cache": "/tmp",
+}  # fmt: skip
+WRAPPED = {"imported": True, "wrapped": True, "message": ""}
+
+
+@pytest.fixture(autouse=True)
+def no_variables(monkeypatch):
+    for variable in env.VARIABLES:
+        monkeypatch.delenv(variable.name, raising=False)
+
+
+def judge(seam=WRAPPED, **changes):
+    return doctor.rows(GOOD | changes, lambda: seam)
+
+
+def failures(rows):
+    return {row.check for row in rows if row.status == doctor.FAIL}
+
+
+def test_a_good_machine_is_ready():
+    rows = judge()
+    assert {row.status for row in rows} == {doctor.OK}
+    assert doctor.exit_code(rows) == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "check"),
+    [
+        ({"torch": GOOD["torch"] | {"arch_list": ["sm_80", "sm_90"]}}, "torch"),
+        ({"torch": {"error": "ImportError: no torch"}}, "torch"),
+        ({"ptxas": {"ok": False, "path": "/p", "message": "Value 'sm_120a' is not"}}, "Triton"),
+        ({"ptxas": {"error": "ModuleNotFoundError: triton"}}, "Triton"),
+        ({"owners": {"sglang": ["sglang", "sglang-kt"]}}, "owner of sglang/"),
+        ({"seam": WRAPPED | {"wrapped": False}}, "seam"),
+        ({"triton_cache": "/proc/nobody/writes/here"}, "kernel cache"),
+    ],
+)
+def test_each_problem_is_found_with_a_remedy(changes, check):
+    rows = judge(**changes)
+    assert failures(rows) == {check}
+    assert doctor.exit_code(rows) == 1
+    assert all(row.fix for row in rows if row.status != doctor.OK)
+
+
+def test_no_gpu_is_3_unless_something_else_is_wrong():
+    no_gpu = {"torch": GOOD["torch"] | {"devices": []}}
+    assert doctor.exit_code(judge(**no_gpu)) == 3
+    assert doctor.exit_code(judge(**no_gpu, seam=WRAPPED | {"wrapped": False})) == 1
+
+
+def test_another_gpu_is_a_warning():
+    devices = [{"name": "NVIDIA H100", "capability": "9.0"}]
+    rows = judge(torch=GOOD["torch"] | {"devices": devices})
+    assert [row.status for row in rows if row.check == "GPU"] == [doctor.WARN]
+
+
+def test_variables_are_judged(monkeypatch):
+    monkeypatch.setenv(env.BACKEND.name, "fastest")
+    monkeypatch.setenv(env.TEST_CAPABILITY.name, "12.0")
+    monkeypatch.setenv("SGLANG_ENABLE_FLASHINFER_FP8_GEMM", "true")
+    rows = {row.check: row.status for row in judge()}
+    assert rows[env.BACKEND.name] == doctor.FAIL
+    assert rows[env.TEST_CAPABILITY.name] == doctor.WARN
+    assert rows["SGLANG_ENABLE_FLASHINFER_FP8_GEMM"] == doctor.WARN
+
+
+def test_switched_off_and_left_out_are_named(monkeypatch):
+    unwrapped = WRAPPED | {"wrapped": False}
+    monkeypatch.setenv("SGLANG_PLUGINS", "other")
+    assert "SGLANG_PLUGINS=other" in next(r for r in judge(unwrapped) if r.check == "seam").value
+    monkeypatch.setenv(env.ENABLE.name, "0")
+    rows = {row.check: row for row in judge(unwrapped)}
+    assert rows["hook"].status == rows["seam"].status == doctor.WARN
+
+
+def test_the_seam_probe_sees_what_a_fresh_interpreter_sees(tmp_path, monkeypatch):
+    folder = tmp_path / "sglang/srt/layers/quantization"
+    folder.mkdir(parents=True)
+    for parent in (folder, folder.parent, folder.parents[1], folder.parents[2]):
+        (parent / "__init__.py").touch()
+    utils = folder / "fp8_utils.py"
+    utils.write_text("def dispatch_w8a8_block_fp8_linear():\n    pass\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert system.seam() == WRAPPED
+    monkeypatch.setenv(env.ENABLE.name, "0")
+    assert system.seam() == WRAPPED | {"wrapped": False}
+    utils.write_text("raise OSError('no libcuda')\n")
+    assert system.seam()["message"] == "OSError: no libcuda"
+
+
+def test_two_owners_of_one_folder_are_found(tmp_path):
+    site = tmp_path / "site"
+    for name in ("sglang", "sglang_kt"):
+        info = site / f"{name}-1.0.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\n")
+        (info / "RECORD").write_text("sglang/__init__.py,,\n")
+    code = f"import sys; sys.path[:0] = [{str(site)!r}]\n"
+    code += "from sglang_kt_sm120 import system; print(system.owners()['sglang'])"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.stdout.strip() == "['sglang', 'sglang-kt']", result.stderr
+
+
+def test_this_machine_is_reported_whatever_it_lacks():
+    result = CliRunner().invoke(cli.app, ["doctor", "--quick", "--json"])
+    answer = json.loads(result.stdout)
+    assert answer["schema"] == 1
+    assert answer["ok"] is (result.exit_code == 0)
+    assert {"check", "status", "value", "fix"} == set(answer["checks"][0])
+    assert answer["facts"]["versions"]["sglang-kt-sm120"]
+    assert Path(answer["facts"]["executable"]).exists()
+
+
+def test_a_probe_that_fails_becomes_a_value():
+    assert system.guarded(lambda: 1 / 0) == {"error": "ZeroDivisionError: division by zero"}
