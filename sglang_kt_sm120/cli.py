@@ -201,19 +201,8 @@ def explain(
     layers, ms = linears(shape, model, shape_set, tp), parse_ms(m)
     device = asked_device(gpu)
     proven = None if host_cutlass else "not proven: it is compared with ours on the layer at load"
-    rows, shown = (
-        [],
-        table(
-            "layer",
-            "N,K",
-            "M",
-            "backend",
-            "configuration",
-            "why",
-            title=device.name,
-            whole=("layer", "N,K"),
-        ),
-    )
+    columns = ("layer", "N,K", "M", "backend", "configuration")
+    rows, shown = [], table(*columns, title=device.name, whole=columns[:4])
     for layer in layers:
         for rows_of_x in ms:
             problem = select.Problem(select.bucket(max(rows_of_x, 1)), layer.n, layer.k, dtype)
@@ -230,14 +219,14 @@ def explain(
                 }
             )  # fmt: skip
             brief = " ".join(f"{key}={value}" for key, value in unusual(choice.config).items())
-            shown.add_row(
-                layer.name, f"{layer.n},{layer.k}", str(rows_of_x), choice.backend, brief,
-                f"{choice.reason} ({choice.evidence})",
-            )  # fmt: skip
+            shown.add_row(layer.name, f"{layer.n},{layer.k}", str(rows_of_x), choice.backend, brief)
     if as_json:
         print_json(True, device=dataclasses.asdict(device), rows=rows)
         return
     out.print(shown)
+    out.print("\n[bold]why[/]")
+    for row in {(row["backend"], row["reason"]): row for row in rows}.values():
+        out.print(f"  {row['backend']}: {escape(row['reason'])} ({row['source']})")
     out.print("\n[bold]not taken[/] (first row)")
     for name, why in rows[0]["rejected"].items():
         out.print(f"  {name}: {escape(why)}")
