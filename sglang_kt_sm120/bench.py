@@ -120,7 +120,10 @@ def make_cases(
 def reference(case: Case, index: int) -> torch.Tensor:
     """float64 product on operands quantised by the stated rule, [m, n]."""
     groups = case.x.float().view(case.m, -1, 128)
-    scale = groups.abs().amax(-1).clamp(min=1e-10) / 448.0
+    absmax = groups.abs().amax(-1).clamp(min=1e-10)
+    # By a tensor: CUDA's division by a Python number multiplies by a rounded reciprocal, and with
+    # bf16 inputs exact ties are common enough for that last bit to move 1 % of the codes.
+    scale = absmax / torch.full_like(absmax, 448.0)
     codes = (groups * (1.0 / scale)[..., None]).clamp(-448, 448).to(torch.float8_e4m3fn)
     x = (codes.double() * scale.double()[..., None]).view(case.m, case.k)
     out = torch.empty(case.m, case.n, dtype=torch.float64, device=x.device)
@@ -203,7 +206,8 @@ def stock(fp8_kernel, name: str = "stock") -> Candidate:
 
         return call
 
-    return Candidate(name, prepare)
+    # Its quantiser divides approximately, which moves codes that lie on a tie.
+    return Candidate(name, prepare, tolerance=1e-2)
 
 
 class _Timed:

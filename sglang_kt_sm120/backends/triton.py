@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .. import kernels
+from sglang_kt_sm120 import kernels
 
 NAME = "triton"
 

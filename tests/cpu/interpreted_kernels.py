@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-import interpreter  # noqa: E402
+import interpreter
 
 interpreter.enable(repair=os.environ.get("CASTS", "repaired") == "repaired")
 
@@ -66,7 +66,8 @@ def run(x, weight, weight_scale, config, x_scale=None, dtype=torch.bfloat16):
     """Run a config with counters that must be zero again afterwards."""
     counters = torch.zeros(4096, dtype=torch.int32)
     out = backend.run(x, weight, weight_scale, x_scale, dtype, config, counters)
-    assert out.shape == (x.shape[0], weight.shape[0]) and out.dtype == dtype
+    assert out.shape == (x.shape[0], weight.shape[0])
+    assert out.dtype == dtype
     assert not counters.any(), "a launch must leave the counters zero"
     return out
 
@@ -98,7 +99,7 @@ def test_quantisation_is_bit_identical_to_the_rule(dtype, column_major):
 
 
 @pytest.mark.parametrize("name", sorted(VARIANTS))
-@pytest.mark.parametrize("n,k", [(16, 128), (200, 256), (320, 1280)])
+@pytest.mark.parametrize(("n", "k"), [(16, 128), (200, 256), (320, 1280)])
 def test_every_variant(name, n, k):
     variant = VARIANTS[name]
     steps = -(-k // (128 * variant.unroll))
@@ -182,7 +183,7 @@ def test_integers_with_power_of_two_scales_are_exact(name):
     assert torch.equal(out, expected.to(torch.bfloat16))
 
 
-@pytest.mark.parametrize("x_size,scale_size", [(1e30, 1e-30), (1e-8, 1e30), (1e8, 1e-20)])
+@pytest.mark.parametrize(("x_size", "scale_size"), [(1e30, 1e-30), (1e-8, 1e30), (1e8, 1e-20)])
 def test_extreme_scales(x_size, scale_size):
     x, weight, scale = operands(3, 144, 256)
     x, scale = x * x_size, scale * scale_size
