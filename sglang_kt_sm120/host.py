@@ -345,16 +345,21 @@ def _not_ours(method, layer) -> str | None:
 
 
 def _prepare(method, ours, layer, scale_name: str) -> None:
+    """Check the loaded layer (which may raise), then probe and warm what it will run."""
     weight, scale = layer.weight, getattr(layer, scale_name)
     ours.prepare(weight, scale)
     try:
-        from sglang_kt_sm120 import op
+        import torch
+
+        from sglang_kt_sm120 import op, warm
         from sglang_kt_sm120.backends import cutlass
 
-        cutlass.probe(weight, scale)
-        op.forget_choices()
+        if cutlass.probe(weight, scale):
+            op.forget_choices()
+        with torch.inference_mode():
+            warm.layer(ours, weight, scale, getattr(layer, "orig_dtype", torch.bfloat16))
     except Exception as error:
-        _failed("probing the host's CUTLASS", error)
+        _failed("warming a layer", error)
 
 
 # ---------------------------------------------------------------- the pair, by name

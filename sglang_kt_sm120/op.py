@@ -182,11 +182,15 @@ def _decide(x, x_scale, weight, weight_scale, out_dtype) -> tuple:
         prequantised=x_scale is not None,
         deterministic=_deterministic,
     )
-    cutlass = import_module(f"{NAMESPACE}.backends.cutlass").why_not(index, n, k)
-    choice = select.choose(problem, device, cutlass)
+    choice = select.choose(problem, device, cutlass_verdict(x.device, n, k))
     backend = import_module(f"{NAMESPACE}.backends.{choice.backend}")
     options = {"arch": devices.arch(index), "pdl": env.PDL.get()}
     return functools.partial(backend.run, **options), choice
+
+
+def cutlass_verdict(device: torch.device, n: int, k: int) -> str | None:
+    """Return None where the host's CUTLASS was proven for this layer shape, else the reason."""
+    return import_module(f"{NAMESPACE}.backends.cutlass").why_not(device.index, n, k)
 
 
 def _run(x, x_scale, weight, weight_scale, out_dtype, counters):

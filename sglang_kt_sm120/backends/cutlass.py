@@ -34,15 +34,16 @@ def why_not(index: int | None, n: int, k: int) -> str | None:
     return _verdicts.get((index, n, k), "not proven on this layer: no probe has run here")
 
 
-def probe(weight: torch.Tensor, weight_scale: torch.Tensor) -> None:
+def probe(weight: torch.Tensor, weight_scale: torch.Tensor) -> bool:
     """Run the host's function once on this weight and compare; the verdict holds for its shape.
 
     Called at load, never during capture. One warning where the host's function fails or is wrong.
+    Returns True where a verdict was reached just now.
     """
     n, k = weight.shape
     key = (weight.device.index, n, k)
     if _linear is None or key in _verdicts or not weight.is_cuda or n % 128 or k % 128:
-        return
+        return False
     try:
         _verdicts[key] = _compare(weight, weight_scale)
     except Exception as error:  # a failing JIT, a missing symbol, "Error Internal": all the same
@@ -52,6 +53,7 @@ def probe(weight: torch.Tensor, weight_scale: torch.Tensor) -> None:
             "%s is not used for N=%d K=%d: %s; our Triton kernels serve prefill too.",
             _linear.__name__, n, k, _verdicts[key],
         )  # fmt: skip
+    return True
 
 
 def _compare(weight: torch.Tensor, weight_scale: torch.Tensor) -> str | None:

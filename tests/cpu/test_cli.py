@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from sglang_kt_sm120 import cli, devices, env, select
@@ -109,6 +110,11 @@ def test_help_loads_no_torch():
         "except SystemExit: assert not {'torch', 'triton', 'sglang'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="shows what happens without a CUDA device")
+def test_graphs_need_a_cuda_device():
+    assert "needs a CUDA device" in run("graphs", code=3).stderr
 
 
 def test_version():

@@ -42,11 +42,8 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         {"op", "select", "shapes", "kernels", "host", "heuristic", "backends", "devices"},
         {"torch", "triton"},
     ),
-    "graphs": ({"op", "linear", "select", "shapes", "devices", "host", "backends"}, {"torch"}),
-    "warm": (
-        {"op", "select", "shapes", "devices", "heuristic", "kernels", "backends", "env"},
-        {"torch", "triton"},
-    ),
+    "graphs": ({"linear", "shapes"}, {"torch"}),
+    "warm": ({"op", "select", "devices"}, {"torch"}),
     "cli": ({"__init__", "*"}, {"typer", "rich", "torch"}),
 }
 #: Libraries that only these rooms may touch, whatever the table above says.

@@ -1,0 +1,177 @@
+"""The CUDA-graph check: capture what a server would capture, replay it, compare with eager.
+
+For each batch size, largest first as sglang does it: every layer in a graph of its own, then all
+layers in one graph, then two layers on two streams inside one graph. Every graph is replayed twice
+with new inputs and must equal the eager result bit for bit.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from sglang_kt_sm120 import shapes
+from sglang_kt_sm120.linear import BLOCK_SIZE, Sm120BlockFp8Linear
+
+REPLAYS = 2
+TIMED_REPLAYS = 10
+
+
+def sglang_batch_sizes(largest: int) -> list[int]:
+    """Return the batch sizes that sglang captures by default up to `largest`, ascending."""
+    sizes = [1, 2, 4, 8, 12, *range(16, 257, 8), *range(272, 513, 16), *range(544, 1025, 32)]
+    return [size for size in sizes if size <= largest]
+
+
+@dataclass
+class Row:
+    """What one batch size gave.
+
+    Attributes:
+        bs: Rows of the activation.
+        kernels: GPU kernels in the graph of all layers, None where they could not be counted.
+        capture_ms: Capturing that graph.
+        pool_mib: Memory that capturing all graphs of this batch size added to the pool.
+        replay_us: One replay of the graph of all layers; the median of ten.
+        equal: Every replay of every graph equalled eager.
+        failures: What differed or failed: graph, shape, first differing element.
+    """
+
+    bs: int
+    kernels: int | None = None
+    capture_ms: float = 0.0
+    pool_mib: float = 0.0
+    replay_us: float = 0.0
+    equal: bool = True
+    failures: list[str] = field(default_factory=list)
+
+
+class Layer:
+    """A random block-FP8 layer, called as sglang's `Fp8LinearMethod` calls it."""
+
+    def __init__(self, linear: shapes.Linear, device: torch.device):
+        self.name, n, k = f"{linear.name} [{linear.n}, {linear.k}]", linear.n, linear.k
+        self.weight = torch.randn(n, k, device=device).to(torch.float8_e4m3fn)
+        self.scale = torch.rand(-(-n // 128), k // 128, device=device) + 0.01
+        self.linear = Sm120BlockFp8Linear(_no_stock)
+        self.linear.prepare(self.weight, self.scale)
+
+    def inputs(self, bs: int) -> torch.Tensor:
+        return torch.randn(bs, self.weight.shape[1], device=self.weight.device).bfloat16()
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(
+            input=x, weight=self.weight, block_size=BLOCK_SIZE, weight_scale=self.scale
+        )
+
+
+def _no_stock(**_):
+    raise RuntimeError("the graph check does not use the host's function")
+
+
+def check(
+    linears: list[shapes.Linear], batch_sizes: list[int], device: torch.device
+) -> Iterator[Row]:
+    """Yield a Row for each batch size, largest first, as soon as it is known."""
+    layers = [Layer(linear, device) for linear in shapes.unique(linears)]
+    pool = torch.cuda.graph_pool_handle()
+    with torch.inference_mode():
+        for bs in sorted(batch_sizes, reverse=True):
+            yield _check_batch(layers, bs, pool, device)
+
+
+def _check_batch(layers: list[Layer], bs: int, pool, device: torch.device) -> Row:
+    row = Row(bs)
+    before = torch.cuda.memory_reserved(device)
+    try:
+        for layer in layers:
+            _compare(row, layer.name, [layer], bs, pool, in_order)
+        row.capture_ms, graph = _compare(row, "all layers", layers, bs, pool, in_order)
+        if len(layers) > 1:
+            _compare(row, "two streams", layers[:2], bs, pool, on_two_streams)
+        row.replay_us = _median_us(graph.replay)
+        row.kernels = kernel_count(graph.replay)
+    except Exception as error:
+        row.failures.append(f"{type(error).__name__}: {error}")
+    row.pool_mib = (torch.cuda.memory_reserved(device) - before) / 2**20
+    row.equal = not row.failures
+    return row
+
+
+def in_order(layers: list[Layer], xs: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Run the layers one after another."""
+    return [layer(x) for layer, x in zip(layers, xs, strict=True)]
+
+
+def on_two_streams(layers: list[Layer], xs: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Run the second layer on a stream of its own beside the first."""
+    main, side = torch.cuda.current_stream(), torch.cuda.Stream()
+    side.wait_stream(main)
+    with torch.cuda.stream(side):
+        second = layers[1](xs[1])
+    first = layers[0](xs[0])
+    main.wait_stream(side)
+    return [first, second]
+
+
+def _compare(row: Row, name: str, layers: list[Layer], bs: int, pool, run: Callable):
+    """Capture `run`, replay it with new inputs, note what differs; return (capture ms, graph)."""
+    static = [layer.inputs(bs) for layer in layers]
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # sglang runs twice before it captures, on the same stream
+        for _ in range(2):
+            run(layers, static)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    start = time.perf_counter()
+    with torch.cuda.graph(graph, pool=pool, stream=stream):
+        outputs = run(layers, static)
+    capture_ms = (time.perf_counter() - start) * 1e3
+    for _ in range(REPLAYS):
+        for x, layer in zip(static, layers, strict=True):
+            x.copy_(layer.inputs(bs))
+        for output in outputs:
+            output.fill_(torch.nan)
+        graph.replay()
+        expected = in_order(layers, static)
+        for layer, got, eager in zip(layers, outputs, expected, strict=True):
+            difference = first_difference(got, eager)
+            if difference:
+                row.failures.append(f"{name}: {layer.name} at batch size {bs}: {difference}")
+    return capture_ms, graph
+
+
+def first_difference(got: torch.Tensor, expected: torch.Tensor) -> str | None:
+    """Return where two tensors first differ, bit for bit, as text; None where nowhere."""
+    different = got.view(torch.int16) != expected.view(torch.int16)
+    if not bool(different.any()):
+        return None
+    index = tuple(different.nonzero()[0].tolist())
+    return f"element {list(index)} is {got[index].item()}, eager gives {expected[index].item()}"
+
+
+def _median_us(replay: Callable[[], None]) -> float:
+    times = []
+    for _ in range(TIMED_REPLAYS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3)
+    return sorted(times)[len(times) // 2]
+
+
+def kernel_count(replay: Callable[[], None]) -> int | None:
+    """Return how many GPU kernels one replay runs, by torch's profiler; None where it sees none."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        replay()
+        torch.cuda.synchronize()
+    kernels = [e for e in seen.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    return len(kernels) or None
