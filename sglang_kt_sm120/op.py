@@ -27,6 +27,7 @@ E4M3 = torch.float8_e4m3fn
 
 _deterministic = False
 _choices: dict[tuple, tuple] = {}  # decided products: see _decide
+_launched: set[tuple] = set()  # kernel variants that ran, or are about to, outside of capture
 _slots: dict[tuple[int, int], int] = {}  # (device, stream) -> row of a layer's counters
 _slots_lock = threading.Lock()
 
@@ -183,9 +184,29 @@ def _decide(x, x_scale, weight, weight_scale, out_dtype) -> tuple:
         deterministic=_deterministic,
     )
     choice = select.choose(problem, device, cutlass_verdict(x.device, n, k))
+    if x.device.type == "cuda":
+        _require_compiled(choice, problem, x)
     backend = import_module(f"{NAMESPACE}.backends.{choice.backend}")
     options = {"arch": devices.arch(index), "pdl": env.PDL.get()}
     return functools.partial(backend.run, **options), choice
+
+
+def _require_compiled(choice: select.Choice, problem: select.Problem, x: torch.Tensor) -> None:
+    """Refuse a kernel whose first launch would fall into a CUDA-graph capture.
+
+    Compiling it, or loading its module, would kill the capture with an error that names neither.
+    """
+    variant = choice.config.variant() if hasattr(choice.config, "variant") else None
+    key = (choice.backend, variant, x.device, x.dtype, problem.dtype, problem.n % 16 == 0)
+    if torch.cuda.is_current_stream_capturing():
+        _require(
+            key in _launched,
+            RuntimeError,
+            f"no kernel for M={x.shape[0]} N={problem.n} K={problem.k} is compiled yet, and nothing "
+            "may be compiled while a CUDA graph is captured. Call the layer once with this many "
+            "rows before capture (sglang does), or `sglang_kt_sm120.warm.layer` when it is loaded",
+        )
+    _launched.add(key)
 
 
 def cutlass_verdict(device: torch.device, n: int, k: int) -> str | None:

@@ -1,0 +1,164 @@
+"""CUDA graphs: equal to eager, nothing but launches in capture, one kernel where one suffices."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from sglang_kt_sm120 import cli, graphs, op, shapes
+from sglang_kt_sm120.backends import reference
+from tests.helpers import activation, assert_right
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+DEVICE = torch.device("cuda", 0)
+TINY = [shapes.Linear("narrow", 576, 1024), shapes.Linear("odd", 2112, 2048)]
+
+
+def make(linear: shapes.Linear) -> graphs.Layer:
+    return graphs.Layer(linear, DEVICE)
+
+
+def capture(layer, x, stream=None, warm=True):
+    if warm:
+        layer(x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        out = layer(x)
+    return graph, out
+
+
+def test_the_command_passes_on_this_gpu():
+    arguments = ["graphs", "--shape", "2112,2048", "--shape", "576,1024", "--bs", "1,3,16,65"]
+    result = CliRunner().invoke(cli.app, [*arguments, "--json"])
+    answer = json.loads(result.stdout)
+    assert result.exit_code == 0, answer
+    assert [row["bs"] for row in answer["rows"]] == [65, 16, 3, 1]
+    assert all(row["equal"] and row["kernels"] for row in answer["rows"])
+
+
+def test_a_difference_is_found_and_fails(monkeypatch):
+    """A layer that is wrong only in capture: the check must say where."""
+    original = graphs.Layer.__call__
+
+    def wrong(self, x):
+        out = original(self, x)
+        if torch.cuda.is_current_stream_capturing():
+            out[1, 2] += 1
+        return out
+
+    monkeypatch.setattr(graphs.Layer, "__call__", wrong)
+    (row,) = graphs.check(TINY[:1], [4], DEVICE)
+    assert not row.equal
+    assert "narrow [576, 1024] at batch size 4: element [1, 2]" in row.failures[0]
+
+
+@torch.inference_mode()
+def test_largest_first_then_replayed_in_any_order():
+    layer = make(TINY[1])
+    captured = {}
+    for bs in (8, 4, 1):
+        x = activation(bs, 2048, device="cuda")
+        captured[bs] = (x, *capture(layer, x))
+    for bs in (1, 8, 4, 8, 1):
+        x, graph, out = captured[bs]
+        x.copy_(activation(bs, 2048, device="cuda"))
+        out.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(out, layer(x))
+        assert_right(out, reference.multiply(*reference.quantise(x), layer.weight, layer.scale))
+
+
+@torch.inference_mode()
+def test_nothing_synchronises_and_nothing_compiles_in_capture(monkeypatch):
+    from triton.compiler import compiler
+
+    layer = make(TINY[1])
+    compiled = []
+    original = compiler.compile
+    for bs in (1, 8, 16, 32, 64, 128):
+        layer(activation(bs, 2048, device="cuda"))
+    torch.cuda.synchronize()
+    monkeypatch.setattr(
+        compiler, "compile", lambda *a, **k: compiled.append(a) or original(*a, **k)
+    )
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for bs in (1, 8, 16, 32, 64, 128):
+            x = torch.empty(bs, 2048, dtype=torch.bfloat16, device="cuda")
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, capture_error_mode="global"):
+                layer(x)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert not compiled
+
+
+@torch.inference_mode()
+def test_a_first_call_in_capture_is_a_clear_error(monkeypatch):
+    layer = make(TINY[0])
+    op.forget_choices()
+    monkeypatch.setattr(op, "_launched", set())
+    x = activation(5, 1024, device="cuda")
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with (
+        pytest.raises(RuntimeError, match=r"M=5 N=576 K=1024 is compiled yet.*before capture"),
+        torch.cuda.graph(graph),
+    ):
+        layer(x)
+    torch.cuda.synchronize()
+    layer(x)  # and afterwards life goes on
+
+
+@torch.inference_mode()
+def test_one_kernel_for_fused_decode_two_otherwise():
+    layer = make(TINY[1])
+    for bs, kernels in ((1, 1), (8, 1), (64, 2), (256, 2)):
+        x = activation(bs, 2048, device="cuda")
+        graph, _ = capture(layer, x)
+        assert graphs.kernel_count(graph.replay) == kernels, bs
+
+
+@torch.inference_mode()
+def test_two_streams_two_layers_ten_thousand_rounds():
+    layers = [make(linear) for linear in TINY]
+    xs = [activation(4, linear.k, device="cuda") for linear in TINY]
+    expected = [layer(x) for layer, x in zip(layers, xs, strict=True)]
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in layers]
+    wrong = [torch.zeros((), dtype=torch.int64, device="cuda") for _ in layers]
+    for _ in range(10_000):
+        for layer, x, stream, want, count in zip(layers, xs, streams, expected, wrong, strict=True):
+            with torch.cuda.stream(stream):
+                count += (layer(x) != want).any()
+    torch.cuda.synchronize()
+    assert [int(count) for count in wrong] == [0, 0]
+
+
+@torch.inference_mode()
+def test_one_layer_on_two_streams():
+    """Each stream has counters of its own, so even one layer may run on two at once."""
+    layer = make(TINY[1])
+    x = activation(2, 2048, device="cuda")
+    expected = layer(x)
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in range(op.COUNTER_SLOTS + 2)]
+    wrong = [torch.zeros((), dtype=torch.int64, device="cuda") for _ in streams]
+    for _ in range(500):
+        for stream, count in zip(streams, wrong, strict=True):
+            with torch.cuda.stream(stream):
+                count += (layer(x) != expected).any()
+    torch.cuda.synchronize()
+    assert not any(int(count) for count in wrong)
+    assert not layer.linear.counters.any()
+
+
+def test_sglangs_list_of_batch_sizes():
+    assert graphs.sglang_batch_sizes(32) == [1, 2, 4, 8, 12, 16, 24, 32]  # as the report's log says
