@@ -202,7 +202,7 @@ def _require_compiled(choice: select.Choice, problem: select.Problem, x: torch.T
         _require(
             key in _launched,
             RuntimeError,
-            f"no kernel for M={x.shape[0]} N={problem.n} K={problem.k} is compiled yet, and nothing "
+            f"no kernel for M={x.shape[0]} N={problem.n} K={problem.k} is compiled yet, and none "
             "may be compiled while a CUDA graph is captured. Call the layer once with this many "
             "rows before capture (sglang does), or `sglang_kt_sm120.warm.layer` when it is loaded",
         )
