@@ -283,6 +283,38 @@ def graphs(
     raise typer.Exit(0 if ok else EXIT_PROBLEM)
 
 
+@app.command()
+def warm(
+    model: Annotated[str | None, typer.Option(help="A model's folder or config.json.")] = None,
+    shape: Annotated[list[str], typer.Option(help="N,K of one layer; may be repeated.")] = [],  # noqa: B006
+    shape_set: Annotated[
+        str | None, typer.Option("--set", help="A named set of shapes [default: deepseek-r1].")
+    ] = None,
+    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel size.")] = 1,
+    gpu: Annotated[str | None, typer.Option(help="A GPU's name; no GPU is needed then.")] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="Compilations at a time.")] = 2,
+    as_json: JsonOption = False,
+) -> None:
+    """Compile a model's kernels into Triton's cache ahead of serving, also without a GPU."""
+    from rich.progress import Progress
+
+    layers, device = linears(shape, model, shape_set, tp), asked_device(gpu)
+    from sglang_kt_sm120 import ahead, devices, system
+
+    arch = devices.arch_of(seen=device.capability, real=device.capability)
+    kernels = []
+    with Progress(console=err, transient=True) as progress:
+        task = progress.add_task("compiling", total=None)
+        found = ahead.compile_all(layers, device, arch, env.PDL.get(), jobs=jobs)
+        for done, total, item in found:
+            kernels.append(dataclasses.asdict(item))
+            progress.update(task, completed=done, total=total)
+    if as_json:
+        print_json(True, cache=str(system.triton_cache()), kernels=kernels)
+        return
+    out.print(f"{len(kernels)} kernel variants for {device.name} in {system.triton_cache()}")
+
+
 @app.command("env")
 def env_command(
     as_json: JsonOption = False,

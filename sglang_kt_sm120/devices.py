@@ -123,12 +123,16 @@ def device(index: int | None) -> select.Device:
 
 
 def arch(index: int | None) -> str | None:
-    """Return Triton's `arch` launch option for this device, or None for the device's own.
+    """Return Triton's `arch` launch option for device `index`, or None for the device's own."""
+    if index is None:
+        return None
+    return arch_of(seen=capability(index), real=_real_capability(index))
+
+
+def arch_of(seen: tuple[int, int], real: tuple[int, int]) -> str | None:
+    """Return Triton's `arch` launch option for a device of capability `real` presented as `seen`.
 
     GB10 (12.1) takes the SM120 lowering, because Triton 3.6 and 3.7 lower FP8 for 121 to f16 HMMA.
     So does another GPU that a test presents as SM12x.
     """
-    if index is None:
-        return None
-    real, seen = _real_capability(index), capability(index)
     return "sm120" if is_sm120(seen) and real != (12, 0) else None

@@ -25,7 +25,8 @@ def quantise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     m, k = x.shape
     groups = x.float().reshape(m, k // GROUP, GROUP)
     absmax = groups.abs().amax(-1)
-    scale = absmax.clamp_min(1e-10) / E4M3_MAX
+    # By a tensor: CUDA divides by a Python number through its rounded reciprocal.
+    scale = absmax.clamp_min(1e-10) / torch.full_like(absmax, E4M3_MAX)
     codes = (groups * (1.0 / scale)[..., None]).clamp(-E4M3_MAX, E4M3_MAX)
     scale = torch.where(absmax.isfinite(), scale, torch.nan)
     return codes.nan_to_num().to(torch.float8_e4m3fn).reshape(m, k), scale

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -121,3 +122,8 @@ def test_version():
     from sglang_kt_sm120 import __version__
 
     assert run("--version").stdout.strip() == __version__
+
+
+def test_the_page_of_variables_is_the_one_that_env_makes():
+    page = Path(__file__).parents[2] / "docs" / "environment.md"
+    assert run("env", "--markdown").stdout == page.read_text(), "run `make docs`"

@@ -43,6 +43,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         {"torch", "triton"},
     ),
     "graphs": ({"linear", "shapes"}, {"torch"}),
+    "ahead": ({"select", "shapes", "warm", "backends"}, {"torch", "triton"}),
     "warm": ({"op", "select", "devices"}, {"torch"}),
     "cli": ({"__init__", "*"}, {"typer", "rich", "torch"}),
 }

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -162,3 +165,42 @@ def test_one_layer_on_two_streams():
 
 def test_sglangs_list_of_batch_sizes():
     assert graphs.sglang_batch_sizes(32) == [1, 2, 4, 8, 12, 16, 24, 32]  # as the report's log says
+
+
+FILL = """
+import torch
+from sglang_kt_sm120 import ahead, devices, env, shapes
+layers = [shapes.Linear("a", 576, 1024), shapes.Linear("b", 4096, 512)]
+device = devices.device(0)
+print(sum(1 for _ in ahead.compile_all(layers, device, devices.arch(0), env.PDL.get(), jobs=8)))
+"""
+SERVE = """
+import torch
+compiled = []
+import triton.compiler.compiler as c
+ast = c.ASTSource.make_ir
+def make_ir(self, *args, **kwargs):
+    compiled.append(self.name)
+    return ast(self, *args, **kwargs)
+c.ASTSource.make_ir = make_ir
+from sglang_kt_sm120 import graphs, shapes, warm
+for linear in (shapes.Linear("a", 576, 1024), shapes.Linear("b", 4096, 512)):
+    layer = graphs.Layer(linear, torch.device("cuda", 0))
+    warm.layer(layer.linear, layer.weight, layer.scale, torch.bfloat16)
+print(len(compiled))
+"""
+
+
+def run_with_cache(code: str, cache) -> str:
+    environ = {**os.environ, "TRITON_CACHE_DIR": str(cache)}
+    result = subprocess.run(
+        [sys.executable, "-c", code], env=environ, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip().splitlines()[-1]
+
+
+def test_what_was_compiled_ahead_is_what_serving_looks_up(tmp_path):
+    assert int(run_with_cache(SERVE, tmp_path / "empty")) > 0  # the counter counts
+    assert int(run_with_cache(FILL, tmp_path / "filled")) > 0
+    assert int(run_with_cache(SERVE, tmp_path / "filled")) == 0
