@@ -35,7 +35,7 @@ def test_the_cache_holds_kernels_for_the_card(gpu, capability, tmp_path):
         target = json.loads(cubin.with_suffix(".json").read_text())["target"]
         assert target["arch"] == capability
         assert f".target sm_{capability}" in cubin.with_suffix(".ptx").read_text()
-    # Decode variants multiply e4m3 on the tensor cores, whatever this Triton does for 121 by itself.
+    # Decode multiplies e4m3 on the tensor cores, whatever this Triton does for 121 by itself.
     ptx = "".join(file.read_text() for file in tmp_path.rglob("_direct_kernel.ptx"))
     assert "mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32" in ptx
 
