@@ -178,10 +178,11 @@ def _plugin(folder: Path, requirements: Path, progress: Progress) -> None:
 def _kt_kernel(folder: Path, requirements: Path, progress: Progress) -> None:
     progress(folder.name, 0, 1, "downloading the wheel for its command line (about 100 MB)")
     with tempfile.TemporaryDirectory(dir=ROOT) as download:
-        tags = "--python-version 3.11 --implementation cp --abi cp311 --only-binary=:all:".split()
+        python = ["--python-version", "3.11", "--implementation", "cp", "--abi", "cp311"]
         platforms = [f"--platform=manylinux_2_{minor}_x86_64" for minor in (35, 28, 17)]
-        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", *tags, *platforms]
-        _run([*command, "-d", download, KT_KERNEL], f"cannot download {KT_KERNEL}")
+        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps"]
+        what = [*python, *platforms, "--only-binary=:all:", "-d", download, KT_KERNEL]
+        _run([*command, *what], f"cannot download {KT_KERNEL}")
         wheel = next(Path(download).glob("kt_kernel-*.whl"))
         with zipfile.ZipFile(wheel) as archive:
             kept = [

@@ -8,13 +8,15 @@ capability were there. Everything that decides between FP8 functions is then the
 - **torch.cuda**: is_available, device_count, get_device_capability, get_device_name,
   get_device_properties, and torch.version.cuda where torch has none. On a machine with a GPU only
   the capability and the name.
-- **absent packages** (torchvision, sgl_kernel, sgl_kernel's ops): a module without content, only
-  where the real one cannot be imported. Whatever is called in them is a Mock.
+- **absent packages** (torchvision, sgl_kernel): a module without content, only where the real one
+  cannot be found. Whatever is called in them is a Mock; fakes of sgl_kernel's ops are not kept.
+- **ops that sglang registers for CUDA** are registered for the CPU too, with the same body.
 - **activation quantisation**: `per_token_group_quant_8bit`, CUDA built at run time, by the same
   arithmetic in torch.
 - **FlashInfer's look at a tensor's device**, which refuses CPU tensors before it looks further.
 - **parallel_state.is_cuda_alike**: the tensor-parallel group of one lives on the CPU, through gloo.
-- **deep_gemm**, only on request: a package whose GEMM raises, as the real one does on SM120.
+- **deep_gemm**, only on request: a package whose GEMM raises, as the real one does on SM120; its
+  pre-compilation is off.
 """
 
 from __future__ import annotations
@@ -48,11 +50,14 @@ class _Nothing(types.ModuleType):
         return MagicMock(name=f"{self.__name__}.{name}")
 
 
-class _AbsentFinder:
+class _Finder:
     """Last on `sys.meta_path`: asked only for what no other finder has."""
 
+    def __init__(self, roots: tuple[str, ...], fill=None):
+        self.roots, self.fill = roots, fill
+
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ABSENT:
+        if name.partition(".")[0] in self.roots:
             return importlib.machinery.ModuleSpec(name, self, is_package=True)
         return None
 
@@ -60,7 +65,14 @@ class _AbsentFinder:
         return _Nothing(spec.name)
 
     def exec_module(self, module):
-        pass
+        if self.fill is not None:
+            self.fill(module)
+
+
+def absent() -> None:
+    """Let packages that a machine without a GPU lacks be imported, empty. Idempotent."""
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.append(_Finder(ABSENT))
 
 
 def put_on(capability: tuple[int, int], deep_gemm: str | None = None) -> None:
@@ -73,11 +85,13 @@ def put_on(capability: tuple[int, int], deep_gemm: str | None = None) -> None:
     """
     if "sglang" in sys.modules:
         raise RuntimeError("put_on comes too late: sglang has been imported")
-    sys.meta_path.append(_AbsentFinder())
+    absent()
+    if deep_gemm is not None:
+        os.environ["SGLANG_JIT_DEEPGEMM_PRECOMPILE"] = "0"  # it would allocate on the GPU
+        message = DEEP_GEMM_REFUSALS[deep_gemm]
+        sys.meta_path.append(_Finder(("deep_gemm",), lambda module: _deep_gemm(module, message)))
     _torch(capability)
     _flashinfer(capability)
-    if deep_gemm is not None:
-        sys.modules.update(_deep_gemm(DEEP_GEMM_REFUSALS[deep_gemm]))
 
 
 def after_import() -> None:
@@ -144,15 +158,26 @@ def _torch(capability: tuple[int, int]) -> None:
         shared_memory_per_block_optin=101376,
         L2_cache_size=128 << 20,
     )
-    register_fake = torch.library.register_fake
+    _torch_library(torch)
+
+
+def _torch_library(torch) -> None:
+    """Let sglang's own CUDA ops take CPU tensors, and let fakes of absent ops go unregistered."""
+    register_fake, impl = torch.library.register_fake, torch.library.Library.impl
 
     def register_fake_of_what_exists(op, *args, **kwargs):
         if isinstance(op, str) and op.startswith("sgl_kernel::"):
             return lambda function: function
         return register_fake(op, *args, **kwargs)
 
-    if importlib.util.find_spec("sgl_kernel").loader.__class__ is _AbsentFinder:
+    def impl_for_cpu_too(self, name, function, key="", **kwargs):
+        impl(self, name, function, key, **kwargs)
+        if self.ns == "sglang" and key == "CUDA":
+            impl(self, name, function, "CPU", **kwargs)
+
+    if isinstance(importlib.util.find_spec("sgl_kernel").loader, _Finder):
         torch.library.register_fake = register_fake_of_what_exists
+    torch.library.Library.impl = impl_for_cpu_too
 
 
 def _flashinfer(capability: tuple[int, int]) -> None:
@@ -161,22 +186,16 @@ def _flashinfer(capability: tuple[int, int]) -> None:
     flashinfer.utils.get_compute_capability = lambda device: capability
 
 
-def _deep_gemm(message: str) -> dict[str, types.ModuleType]:
-    """A deep_gemm whose layout helper works and whose GEMM refuses, like the real one on SM120."""
+def _deep_gemm(module: types.ModuleType, message: str) -> None:
+    """Fill a deep_gemm whose layout helper works and whose GEMM refuses, as on SM120."""
 
     def refuse(*args, **kwargs):
         raise RuntimeError(message)
 
-    names = ("deep_gemm", "deep_gemm.utils", "deep_gemm.utils.layout")
-    modules = {name: _Nothing(name) for name in names}
-    for name, module in modules.items():
-        module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
-        module.__path__ = []
-    root, utils, layout = (modules[name] for name in names)
-    root.utils, utils.layout = utils, layout
-    root.fp8_gemm_nt = refuse
-    layout.get_mn_major_tma_aligned_packed_ue8m0_tensor = _pack_exponents
-    return modules
+    if module.__name__ == "deep_gemm":
+        module.fp8_gemm_nt = refuse
+    elif module.__name__ == "deep_gemm.utils.layout":
+        module.get_mn_major_tma_aligned_packed_ue8m0_tensor = _pack_exponents
 
 
 def _pack_exponents(scale):
