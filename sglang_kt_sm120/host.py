@@ -1,4 +1,4 @@
-"""Everything this package knows about sglang: the two seams, and what the user asked for.
+"""The two seams through which this package reaches into sglang.
 
 Seam one, at construction: `fp8_utils.dispatch_w8a8_block_fp8_linear()` says which function a layer
 will call. It exists in every release from sglang 0.5.5 and sglang-kt 0.5.2 on, and runs in the
@@ -14,14 +14,12 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-import os
 import sys
 import threading
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
 
-from sglang_kt_sm120 import __version__, env
+from sglang_kt_sm120 import __version__, env, request
 from sglang_kt_sm120._startup import TARGETS
 
 logger = logging.getLogger("sglang_kt_sm120")
@@ -34,12 +32,6 @@ METHODS = (
     (COMPRESSED_TENSORS, "CompressedTensorsW8A8Fp8", "weight_scale"),
 )
 KNOWN_ARGUMENTS = {"weight_block_size", "act_scale_ue8m0"}
-#: Variables of old releases that ask for a backend while --fp8-gemm-backend is "auto".
-REQUEST_VARIABLES = {
-    "SGLANG_ENABLE_FLASHINFER_FP8_GEMM": "flashinfer_trtllm",
-    "SGLANG_ENABLE_FLASHINFER_GEMM": "flashinfer_trtllm",
-    "SGLANG_SUPPORT_CUTLASS_BLOCK_FP8": "cutlass",
-}
 FLAGS_THAT_WORK = "--fp8-gemm-backend auto or triton"
 
 _lock = threading.Lock()
@@ -134,73 +126,6 @@ def _wrap_load(module, cls, scale_name: str) -> None:
     cls.process_weights_after_loading = process_weights_after_loading
 
 
-# ---------------------------------------------------------------- what the user asked for
-
-
-@dataclass(frozen=True)
-class Request:
-    """What was asked for, and how: `backend` as `--fp8-gemm-backend` names it."""
-
-    backend: str
-    source: str  # "--fp8-gemm-backend cutlass", "SGLANG_...=1", or "" for the default
-
-
-def requested(fp8_utils) -> Request:
-    """Return what the user asked for, not what the host has turned it into.
-
-    sglang >= 0.5.10 rewrites "auto" on SM120 before dispatch sees it, and old releases turn a
-    variable into a backend; so the server argument is read first, then the variables.
-    """
-    argument = _server_argument(fp8_utils, "fp8_gemm_runner_backend")
-    resolved = getattr(fp8_utils, "get_fp8_gemm_runner_backend", None)
-    resolved = "auto" if resolved is None else str(resolved().value)
-    if argument not in (None, "auto"):
-        return Request(argument, f"--fp8-gemm-backend {argument}")
-    for variable, backend in REQUEST_VARIABLES.items():
-        if resolved in (backend, "auto") and _variable_counts(fp8_utils, variable, resolved):
-            return Request(backend, f"{variable}={os.environ[variable]}")
-    if argument is None and resolved != "auto":
-        return Request(resolved, f"--fp8-gemm-backend {resolved}")
-    return Request("auto", "")
-
-
-def _server_argument(fp8_utils, name: str):
-    """Return a server argument of this process, or None where no server was configured."""
-    try:
-        if hasattr(fp8_utils, "get_exec"):  # sglang >= 0.5.22
-            return getattr(fp8_utils.get_exec().kernel, name, None)
-        from sglang.srt.server_args import get_global_server_args
-
-        return getattr(get_global_server_args(), name, None)
-    except Exception:  # tools build layers without a server; every era raises something else
-        return None
-
-
-def _variable_counts(fp8_utils, variable: str, resolved: str) -> bool:
-    """True where `variable` is set and this host lets it decide.
-
-    0.5.5 reads it at import (`ENABLE_FLASHINFER_GEMM`); later hosts in
-    `initialize_fp8_gemm_config`, which leaves its answer in `resolved`.
-    """
-    if os.environ.get(variable, "").strip().lower() not in env.TRUE:
-        return False
-    if not hasattr(fp8_utils, "get_fp8_gemm_runner_backend"):
-        flag = {
-            "flashinfer_trtllm": "ENABLE_FLASHINFER_GEMM",
-            "cutlass": "CUTLASS_BLOCK_FP8_SUPPORTED",
-        }
-        return bool(getattr(fp8_utils, flag[REQUEST_VARIABLES[variable]], False))
-    return resolved == REQUEST_VARIABLES[variable] and _reads(fp8_utils, variable)
-
-
-def _reads(fp8_utils, variable: str) -> bool:
-    """True where the host still reads the variable: sglang >= 0.5.10 does not."""
-    initialise = getattr(fp8_utils, "initialize_fp8_gemm_config", None)
-    names = initialise.__code__.co_names if initialise else ()
-    canonical = variable.replace("ENABLE_FLASHINFER_GEMM", "ENABLE_FLASHINFER_FP8_GEMM")
-    return canonical in names
-
-
 # ---------------------------------------------------------------- seam one: dispatch
 
 
@@ -238,7 +163,7 @@ def _name_flags_that_work(fp8_utils) -> None:
 
         names = devices.sm120_names()
         if names:
-            asked = requested(fp8_utils)
+            asked = request.requested(fp8_utils)
             _once(
                 logging.ERROR,
                 "sglang refuses %s on %s; what works here: %s.",
@@ -255,7 +180,7 @@ def _answer(stock: Callable, fp8_utils, block):
     names = devices.sm120_names()
     if not names or (block is not None and list(block) != [128, 128]):
         return stock
-    asked = requested(fp8_utils)
+    asked = request.requested(fp8_utils)
     if asked.backend not in env.REPLACE.get():
         _once(
             logging.INFO,
@@ -280,7 +205,7 @@ def _answer(stock: Callable, fp8_utils, block):
     from sglang_kt_sm120 import linear, op
     from sglang_kt_sm120.backends import cutlass
 
-    if _server_argument(fp8_utils, "enable_deterministic_inference"):
+    if request.server_argument(fp8_utils, "enable_deterministic_inference"):
         op.set_deterministic(True)
     if asked.backend == "auto" and stock is getattr(
         fp8_utils, "cutlass_w8a8_block_fp8_linear_with_fallback", None
@@ -345,7 +270,12 @@ def _not_ours(method, layer) -> str | None:
 
 
 def _prepare(method, ours, layer, scale_name: str) -> None:
-    """Check the loaded layer (which may raise), then probe and warm what it will run."""
+    """Check the loaded layer, then probe and warm what it will run.
+
+    Raises for a layer that no kernel could serve, or that a forced backend cannot.
+    """
+    from sglang_kt_sm120 import select
+
     weight, scale = layer.weight, getattr(layer, scale_name)
     ours.prepare(weight, scale)
     try:
@@ -358,6 +288,8 @@ def _prepare(method, ours, layer, scale_name: str) -> None:
             op.forget_choices()
         with torch.inference_mode():
             warm.layer(ours, weight, scale, getattr(layer, "orig_dtype", torch.bfloat16))
+    except select.NoBackend:
+        raise
     except Exception as error:
         _failed("warming a layer", error)
 

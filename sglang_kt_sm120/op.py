@@ -147,6 +147,12 @@ def _check(x, x_scale, weight, weight_scale, out_dtype) -> None:
     check_weight(weight, weight_scale)
     n, k = weight.shape
     _require(
+        x.device == weight.device == weight_scale.device,
+        ValueError,
+        f"activation, weight [{n}, {k}] and scales are on {x.device}, {weight.device} and "
+        f"{weight_scale.device}; expected one device",
+    )
+    _require(
         x.dim() == 2 and x.shape[1] == k,
         ValueError,
         f"activation {list(x.shape)} does not fit weight [{n}, {k}]; expected [M, {k}]",
@@ -169,20 +175,19 @@ def _check(x, x_scale, weight, weight_scale, out_dtype) -> None:
     )
 
 
+def problem_of(m: int, n: int, k: int, dtype: torch.dtype, prequantised: bool = False):
+    """Return the `select.Problem` that a call with these sizes is decided by, in this process."""
+    name = str(dtype).removeprefix("torch.")
+    return select.Problem(select.bucket(max(m, 1)), n, k, name, prequantised, _deterministic)
+
+
 def _decide(x, x_scale, weight, weight_scale, out_dtype) -> tuple:
     """Check a product that was not met before; return (backend's run, choice, launch options)."""
     _check(x, x_scale, weight, weight_scale, out_dtype)
     n, k = weight.shape
     index = x.device.index if x.device.type == "cuda" else None
     device = devices.device(index)
-    problem = select.Problem(
-        m=select.bucket(max(x.shape[0], 1)),
-        n=n,
-        k=k,
-        dtype=str(out_dtype).removeprefix("torch."),
-        prequantised=x_scale is not None,
-        deterministic=_deterministic,
-    )
+    problem = problem_of(x.shape[0], n, k, out_dtype, prequantised=x_scale is not None)
     choice = select.choose(problem, device, cutlass_verdict(x.device, n, k))
     if x.device.type == "cuda":
         _require_compiled(choice, problem, x)

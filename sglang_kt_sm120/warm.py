@@ -13,6 +13,7 @@ import os
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -32,10 +33,7 @@ def representatives(
     """Return one M for each compiled kernel variant that the shape of `problem` can take."""
     found: dict[tuple, int] = {}
     for m in (*range(1, select.DECODE_M + 1), *PREFILL_MS):
-        choice = select.choose(
-            select.Problem(m, problem.n, problem.k, problem.dtype, problem.prequantised,
-                           problem.deterministic), device, cutlass,
-        )  # fmt: skip
+        choice = select.choose(replace(problem, m=m), device, cutlass)
         variant = choice.config.variant() if hasattr(choice.config, "variant") else None
         found.setdefault((choice.backend, variant), m)
     return list(found.values())
@@ -46,18 +44,25 @@ def layer(linear, weight: torch.Tensor, weight_scale: torch.Tensor, dtype: torch
 
     Args:
         linear: The layer's `Sm120BlockFp8Linear`, prepared.
-        weight: e4m3 `[N, K]` on a CUDA device (on the CPU there is nothing to warm).
+        weight: e4m3 `[N, K]`; on the CPU there is nothing to launch.
         weight_scale: fp32 `[ceil(N/128), K/128]`.
         dtype: The dtype of the activations that the layer will get.
+
+    Raises:
+        select.NoBackend: A backend is forced that cannot serve this layer.
     """
     n, k = weight.shape
     key = (weight.device, n, k, dtype)
-    if not weight.is_cuda or key in _warmed or torch.cuda.is_current_stream_capturing():
+    if key in _warmed:
         return
-    _warmed.add(key)
-    problem = select.Problem(1, n, k, str(dtype).removeprefix("torch."))
+    problem = op.problem_of(1, n, k, dtype)
     cutlass = op.cutlass_verdict(weight.device, n, k)
-    ms = representatives(problem, devices.device(weight.device.index), cutlass)
+    ms = representatives(
+        problem, devices.device(weight.device.index if weight.is_cuda else None), cutlass
+    )
+    _warmed.add(key)
+    if not weight.is_cuda or torch.cuda.is_current_stream_capturing():
+        return
     start = time.perf_counter()
     with one_process_at_a_time():  # ranks share the kernel cache: one compiles, the others read
         for m in ms:

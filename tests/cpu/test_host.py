@@ -12,8 +12,9 @@ import types
 import pytest
 import torch
 
-from sglang_kt_sm120 import devices, env, host, linear
+from sglang_kt_sm120 import devices, env, host, linear, op, request, select, warm
 from sglang_kt_sm120.backends import cutlass
+from tests.helpers import block_fp8
 
 
 class Backend(enum.Enum):
@@ -52,9 +53,10 @@ def fp8_utils(argument="auto", resolved=None, reads=()):
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
     monkeypatch.setattr(host, "_said", set())
+    monkeypatch.setattr(warm, "_warmed", set())
     monkeypatch.setattr(cutlass, "_linear", None)
     monkeypatch.setattr(devices, "sm120_names", lambda: ["NVIDIA RTX PRO 6000"])
-    for variable in (*host.REQUEST_VARIABLES, *(v.name for v in env.VARIABLES)):
+    for variable in (*request.REQUEST_VARIABLES, *(v.name for v in env.VARIABLES)):
         monkeypatch.delenv(variable, raising=False)
 
 
@@ -100,7 +102,7 @@ CUTLASS = "SGLANG_SUPPORT_CUTLASS_BLOCK_FP8"
 def test_requested(argument, resolved, environ, reads, backend, monkeypatch):
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
-    assert host.requested(fp8_utils(argument, resolved, reads)).backend == backend
+    assert request.requested(fp8_utils(argument, resolved, reads)).backend == backend
 
 
 def test_the_first_dispatch_says_so_once(lines):
@@ -160,7 +162,7 @@ def test_other_blocks_are_declined_at_dispatch(block):
 
 
 def test_a_failure_of_ours_is_one_error_and_stock(monkeypatch, lines):
-    monkeypatch.setattr(host, "requested", lambda _: 1 / 0)
+    monkeypatch.setattr(request, "requested", lambda _: 1 / 0)
     for _ in range(2):
         assert host._dispatch(lambda: stock, fp8_utils(), (), {}) is stock
     (record,) = lines
@@ -218,3 +220,41 @@ def test_the_hosts_cutlass_is_offered_only_under_auto():
     assert cutlass._linear is None
     host._answer(cutlass_w8a8_block_fp8_linear_with_fallback, fp8_utils("auto", "cutlass"), None)
     assert cutlass._linear is cutlass_w8a8_block_fp8_linear_with_fallback
+
+
+def prepared(monkeypatch, **environ):
+    """Load a layer through seam two on this machine's CPU, as a real method would."""
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    weight, scale = block_fp8(256, 256)
+    layer = types.SimpleNamespace(
+        weight=torch.nn.Parameter(weight, requires_grad=False),
+        weight_scale_inv=torch.nn.Parameter(scale, requires_grad=False),
+    )
+    ours = OURS(stock)
+    host._prepare(None, ours, layer, "weight_scale_inv")
+    return ours, layer
+
+
+def test_a_forced_backend_that_cannot_serve_stops_the_load(monkeypatch):
+    with pytest.raises(select.NoBackend, match="triton: needs a CUDA device"):
+        prepared(monkeypatch, **{env.BACKEND.name: "triton"})
+    prepared(monkeypatch, **{env.BACKEND.name: "reference"})
+
+
+def test_a_layer_that_nobody_can_serve_stops_the_load(monkeypatch):
+    layer = types.SimpleNamespace(weight=block_fp8(256, 256)[0], weight_scale_inv=torch.rand(2, 3))
+    with pytest.raises(ValueError, match=r"\[256, 256\] needs .* \[2, 2\]"):
+        host._prepare(None, OURS(stock), layer, "weight_scale_inv")
+
+
+def test_deterministic_inference_reaches_the_choice(monkeypatch):
+    utils = fp8_utils()
+    argument = {"fp8_gemm_runner_backend": "auto", "enable_deterministic_inference": True}
+    monkeypatch.setattr(request, "server_argument", lambda _, name: argument.get(name))
+    try:
+        host._answer(stock, utils, None)
+        assert op.problem_of(4, 128, 128, torch.bfloat16).deterministic
+    finally:
+        op.set_deterministic(False)
+    assert not op.problem_of(4, 128, 128, torch.bfloat16).deterministic

@@ -19,9 +19,21 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "env": (set(), set()),
     "plugin": ({"_startup", "env", "host"}, set()),
     "host": (
-        {"__init__", "_startup", "env", "linear", "op", "devices", "backends", "warm"},
+        {
+            "__init__",
+            "_startup",
+            "env",
+            "request",
+            "linear",
+            "op",
+            "devices",
+            "select",
+            "backends",
+            "warm",
+        },
         {"sglang", "torch"},
     ),
+    "request": ({"env"}, {"sglang"}),
     "linear": ({"op", "scales", "select"}, {"torch"}),
     "scales": (set(), {"torch"}),
     "op": ({"select", "devices", "env", "heuristic", "backends"}, {"torch"}),
@@ -48,7 +60,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "cli": ({"__init__", "*"}, {"typer", "rich", "torch"}),
 }
 #: Libraries that only these rooms may touch, whatever the table above says.
-ONLY_IN = {"sglang": {"host"}, "typer": {"cli"}, "rich": {"cli"}, "flashinfer": set()}
+ONLY_IN = {"sglang": {"host", "request"}, "typer": {"cli"}, "rich": {"cli"}, "flashinfer": set()}
 
 
 def room(file: Path) -> str:
