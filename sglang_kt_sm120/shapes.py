@@ -79,7 +79,8 @@ def mlp(name, hidden, intermediate) -> list[Linear]:
 
 
 #: Sources: the models' public config.json; DeepSeek-V4-Flash from vLLM's tuned-table names for the
-#: RTX PRO 6000; Qwen3.6-27B from sglang issue 33629.
+#: RTX PRO 6000; Qwen3.6-27B from sglang issue 33629; GLM-5.3-Flash from the defaults of
+#: `Glm5NextTextConfig` in sglang-kt 0.7.2 (its linear-attention layers are not block FP8).
 SHAPE_SETS: dict[str, list[Linear]] = {
     "deepseek-r1": [
         *mla(7168, 128, 1536),
@@ -92,6 +93,11 @@ SHAPE_SETS: dict[str, list[Linear]] = {
         Linear("linear_attn.in_proj_qkvz", 16384, 5120, "n"),
         Linear("linear_attn.out_proj", 5120, 6144, "k"),
         *gqa(5120, 24, 4, 256, gate=True),
+    ],
+    "glm-5.3-flash": [
+        *mla(4096, 64, 1536, 512, nope=256, rope=0, v=256),
+        *mlp("mlp", 4096, 12288),
+        *mlp("shared_experts", 4096, 2048),
     ],
     "minimax-m2": gqa(3072, 48, 8, 128),
     "deepseek-v4-flash": [
