@@ -56,7 +56,7 @@ TELLING = re.compile(
     r"|ENGINE |fired up|hit an exception|KV Cache is allocated|Load weight end|Traceback|Error:"
 )
 DIED = re.compile(r"Scheduler hit an exception|Received sigquit from a child process")
-SECONDS = 300
+SECONDS = float(os.environ.get("E2E_SECONDS", "300"))
 VERSIONS = """
 import json
 from importlib import metadata
@@ -138,6 +138,7 @@ def environment(case: Case, folder: Path, capability: str) -> dict[str, str]:
     """Return the variables that a case sets; a real SM12x card needs no personality."""
     own = {
         "HF_HUB_OFFLINE": "1",
+        "SGLANG_APPLY_CONFIG_BACKUP": "none",  # 0.7.2 replaces a DeepSeek config.json by V4's
         "PYTHONUNBUFFERED": "1",
         "PYTHONPATH": str(INSIDE),
         "E2E_LAUNCH_LOG": str(folder),
