@@ -13,16 +13,20 @@ import os
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from sglang_kt_sm120 import devices, op, select
+from sglang_kt_sm120 import devices, env, heuristic, op, select
 
 logger = logging.getLogger("sglang_kt_sm120")
 #: Rows beyond decode at which a prefill configuration could change.
 PREFILL_MS = (65, 128, 256, 512, 1024, 2048, 4096, 8192)
+
+#: Narrow, square, wide, short and tiny layers: between them every kernel variant comes up.
+SHAPES = ((2112, 7168), (7168, 2048), (4096, 7168), (24576, 1536), (36864, 7168), (576, 256))
 
 _warmed: set[tuple] = set()
 
@@ -42,10 +46,13 @@ def representatives(
 def layer(linear, weight: torch.Tensor, weight_scale: torch.Tensor, dtype: torch.dtype) -> None:
     """Launch once every kernel that this layer can meet; nothing where its shape was warmed before.
 
+    The first layer of a process compiles, in parallel, what DeepSeek-R1's and smaller shapes need
+    (`SHAPES`), so that later layers find their kernels; one line says how many and how long.
+
     Args:
         linear: The layer's `Sm120BlockFp8Linear`, prepared.
         weight: e4m3 `[N, K]`; on the CPU there is nothing to launch.
-        weight_scale: fp32 `[ceil(N/128), K/128]`.
+        weight_scale: fp32 `[ceil(N/128), ceil(K/128)]`.
         dtype: The dtype of the activations that the layer will get.
 
     Raises:
@@ -57,24 +64,45 @@ def layer(linear, weight: torch.Tensor, weight_scale: torch.Tensor, dtype: torch
         return
     problem = op.problem_of(1, n, k, dtype)
     cutlass = op.cutlass_verdict(weight.device, n, k)
-    ms = representatives(
-        problem, devices.device(weight.device.index if weight.is_cuda else None), cutlass
-    )
+    index = weight.device.index if weight.is_cuda else None
+    device = devices.device(index)
+    ms = representatives(problem, device, cutlass)
     _warmed.add(key)
-    if not weight.is_cuda or torch.cuda.is_current_stream_capturing():
+    if index is None or torch.cuda.is_current_stream_capturing():
         return
-    start = time.perf_counter()
     with one_process_at_a_time():  # ranks share the kernel cache: one compiles, the others read
+        if (weight.device, dtype) not in _warmed:
+            _warmed.add((weight.device, dtype))
+            start = time.perf_counter()
+            count = _compile(weight, weight_scale, dtype, device, problem.deterministic)
+            seconds = time.perf_counter() - start
+            logger.info("sglang-kt-sm120: %d kernel variants ready in %.1f s", count, seconds)
         for m in ms:
             x = torch.zeros(m, k, dtype=dtype, device=weight.device)
             linear(input=x, weight=weight, block_size=[128, 128], weight_scale=weight_scale)
         torch.cuda.synchronize(weight.device)
-    seconds = time.perf_counter() - start
-    level = logging.INFO if seconds > 1 else logging.DEBUG
-    logger.log(
-        level, "sglang-kt-sm120: %d kernel variants ready for N=%d K=%d in %.1f s",
-        len(ms), n, k, seconds,
-    )  # fmt: skip
+
+
+def _compile(weight, weight_scale, dtype, device: select.Device, deterministic: bool) -> int:
+    """Launch each kernel variant of `SHAPES` on one weight, compiling in parallel; return how many.
+
+    A variant does not depend on N, K or the split, so any weight does.
+    """
+    from sglang_kt_sm120.backends import triton as backend
+
+    index = weight.device.index
+    configs = heuristic.all_configs(SHAPES, device, deterministic=deterministic)
+    options = {"arch": devices.arch(index), "pdl": env.PDL.get()}
+
+    def launch(config) -> None:
+        with torch.inference_mode(), torch.cuda.device(index):  # both are per thread
+            x = torch.zeros(config.block_m, weight.shape[1], dtype=dtype, device=weight.device)
+            single = replace(config, splits=1)
+            backend.run(x, weight, weight_scale, None, dtype, single, None, **options)
+
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        list(pool.map(launch, configs))
+    return len(configs)
 
 
 @contextlib.contextmanager

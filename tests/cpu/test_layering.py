@@ -56,7 +56,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     ),
     "graphs": ({"linear", "shapes"}, {"torch"}),
     "ahead": ({"select", "shapes", "warm", "backends"}, {"torch", "triton"}),
-    "warm": ({"op", "select", "devices"}, {"torch"}),
+    "warm": ({"op", "select", "devices", "env", "heuristic", "backends"}, {"torch"}),
     "cli": ({"__init__", "*"}, {"typer", "rich", "torch"}),
 }
 #: Libraries that only these rooms may touch, whatever the table above says.

@@ -204,3 +204,24 @@ def test_what_was_compiled_ahead_is_what_serving_looks_up(tmp_path):
     assert int(run_with_cache(SERVE, tmp_path / "empty")) > 0  # the counter counts
     assert int(run_with_cache(FILL, tmp_path / "filled")) > 0
     assert int(run_with_cache(SERVE, tmp_path / "filled")) == 0
+
+
+START = """
+import time, torch
+from sglang_kt_sm120 import graphs, shapes, warm
+layers = [graphs.Layer(s, torch.device("cuda", 0)) for s in shapes.SHAPE_SETS["deepseek-r1"]]
+torch.cuda.synchronize()
+before = time.perf_counter()
+for layer in layers:
+    warm.layer(layer.linear, layer.weight, layer.scale, torch.bfloat16)
+print(time.perf_counter() - before)
+"""
+
+
+def test_what_a_start_costs(tmp_path):
+    """DeepSeek-R1's layers on at most eight cores: a minute at most cold, two seconds warm."""
+    code = f"import os; os.sched_setaffinity(0, list(os.sched_getaffinity(0))[:8])\n{START}"
+    cold, again = (float(run_with_cache(code, tmp_path)) for _ in range(2))
+    print(f"cold start {cold:.1f} s, warm start {again:.2f} s")
+    assert cold <= 60
+    assert again <= 2
