@@ -3,6 +3,8 @@
 Greedy decoding of random weights meets near-ties, and any other summation order decides some of
 them the other way. So tokens are compared up to the first difference, and that difference must be a
 near-tie in both runs: the other run's token among the candidates, within `NEAR` of the best.
+Numbers are compared where both runs saw the same input: the log-probabilities of the prompt's own
+tokens. How far two correct kernels may differ there is what the host's own two paths show.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ NEAR = 0.1
 def compare(ours: list[dict], stock: list[dict]) -> dict:
     """Compare two runs' answers (see `questions.tidy`), prompt by prompt."""
     rows, worst = [], 0.0
+    prompts = zip(ours, stock, strict=True)
+    apart = [abs(p - q) for a, b in prompts for p, q in zip(a["prompt"], b["prompt"], strict=True)]
     for index, (a, b) in enumerate(zip(ours, stock, strict=True)):
         same = next(
             (i for i, (s, t) in enumerate(zip(a["tokens"], b["tokens"], strict=True)) if s != t),
@@ -31,6 +35,9 @@ def compare(ours: list[dict], stock: list[dict]) -> dict:
         "prompts": len(rows),
         "equal": sum(row["equal_tokens"] == row["tokens"] for row in rows),
         "worst_logprob_difference": worst,
+        "prompt_positions": len(apart),
+        "prompt_mean_difference": sum(apart) / len(apart),
+        "prompt_worst_difference": max(apart),
         "differences": [row for row in rows if "ours" in row],
     }
 

@@ -189,11 +189,15 @@ def run(case: Case, port: int) -> dict:
         "seconds": round(time.time() - start, 1),
         **(json.loads(answers.read_text()) if answers.exists() else {"answers": []}),
         "processes": [json.loads(file.read_text()) for file in folder.glob("*.json")],
-        "lines": [line[:400] for line in text.splitlines() if TELLING.search(line)][:60],
+        "lines": [line[:400] for line in text.splitlines() if telling(line)][:60],
         "traceback": traceback(text),
     }
     (output() / f"{case.name}.record").write_text(json.dumps(record))
     return record
+
+
+def telling(line: str) -> bool:
+    return "server_args=" not in line and TELLING.search(line) is not None
 
 
 def _wait(process: subprocess.Popen, log: Path, start: float) -> str:

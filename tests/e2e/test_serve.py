@@ -10,7 +10,7 @@ from __future__ import annotations
 import pytest
 
 from tests.e2e import compare, hosts, runs
-from tests.e2e.cases import CASES, MLA, QWEN
+from tests.e2e.cases import CASES, MLA, QWEN, YARDSTICKS
 
 torch = pytest.importorskip("torch")
 pytestmark = [
@@ -18,6 +18,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
     pytest.mark.skipif(not hosts.pythons(), reason="no real sglang host: see tests/e2e/hosts.py"),
 ]
+CUTLASS = "cutlass_w8a8_block_fp8_linear_with_fallback"
 HOSTS = sorted(hosts.pythons())
 REFUSED = "gemm_fp8_nt_groupwise does not support backend 'trtllm' with capability 120"
 #: Linear functions of sglang that must not run while the plugin serves; its CUTLASS may (prefill).
@@ -47,16 +48,17 @@ SERVED = [
     if case.plugin and (case.host != "installed" or not case.deep_gemm)
 ]
 CRASHES = [name for name in CASES if name.endswith("-crash")]
-STOCK = [name for name in CASES if name.endswith("-stock-triton")]
+STOCK = [name for name in CASES if "-stock-" in name]
 
 
 @pytest.mark.parametrize("name", here(*STOCK))
-def test_stock_triton_serves_without_the_plugin(name, record):
-    """The yardstick: sglang's own Triton path, and nothing of ours."""
+def test_stock_serves_without_the_plugin(name, record):
+    """The yardsticks: sglang's own Triton and CUTLASS paths, and nothing of ours."""
     got = record(name)
     assert got["answers"], got["traceback"] or got["lines"]
     assert calls(got, by="plugin") == 0
-    assert calls(got, by="stock", name="triton_w8a8_block_fp8_linear") > 0
+    own = {"triton": "triton_w8a8_block_fp8_linear", "cutlass": CUTLASS}[CASES[name].backend]
+    assert calls(got, by="stock", name=own) > 0
 
 
 @pytest.mark.parametrize("name", here(*CRASHES))
@@ -84,13 +86,19 @@ def test_served_through_graph_capture(name, record):
 
 
 @pytest.mark.parametrize("name", here(*SERVED))
-def test_tokens_are_those_of_stock_triton(name, request, record):
+def test_tokens_are_those_of_stock_triton(name, record):
     case = CASES[name]
     got, stock = record(name), record(f"{case.host}-{case.checkpoint}-stock-triton")
-    if not (got["answers"] and stock["answers"]):
+    host = case.host if case.host in YARDSTICKS else YARDSTICKS[0]
+    pair = [record(f"{host}-{case.checkpoint}-stock-{own}") for own in ("cutlass", "triton")]
+    if not all(run["answers"] for run in (got, stock, *pair)):
         pytest.fail("no answers to compare")
     result = compare.compare(got["answers"], stock["answers"])
+    yardstick = compare.compare(*(run["answers"] for run in pair))
+    print(name, "against stock Triton:", result, "stock CUTLASS against Triton:", yardstick)
     assert compare.near_ties_only(result), result
+    for what in ("prompt_mean_difference", "prompt_worst_difference"):
+        assert result[what] <= 1.5 * yardstick[what], what
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,10 @@
 
 `deepseek_v3` keeps DeepSeek-R1's q_lora_rank and kv_lora_rank, so `fused_qkv_a_proj_with_mqa` has
 R1's awkward N = 1536 + 576 = 2112; everything else is small.
+
+Random weights decode near-ties, and any change of summation order decides some of them otherwise.
+What a layer adds to the residual stream is therefore kept small (`BRANCH`), as training does: the
+next token then follows from the layers' results, and not from their last bit.
 """
 
 from __future__ import annotations
@@ -10,6 +14,8 @@ import json
 from pathlib import Path
 
 import torch
+
+BRANCH = 1 / 8
 
 COMMON = {
     "vocab_size": 4096,
@@ -131,7 +137,8 @@ def write(kind: str, folder: str | Path, seed: int = 0) -> Path:
         tensors[f"{name}.weight"] = torch.ones(width, dtype=torch.bfloat16)
 
     for name, (n, k) in fp8_linears(config).items():
-        codes, scale = quantise_weight(random(n, k, scale=k**-0.5))
+        gain = BRANCH if name.endswith((".o_proj", ".down_proj")) else 1.0
+        codes, scale = quantise_weight(random(n, k, scale=gain * k**-0.5))
         tensors[f"{name}.weight"], tensors[f"{name}.weight_scale_inv"] = codes, scale
     tensors["model.embed_tokens.weight"] = random(vocabulary, hidden).bfloat16()
     tensors["lm_head.weight"] = random(vocabulary, hidden, scale=hidden**-0.5).bfloat16()

@@ -31,12 +31,7 @@ def main() -> None:
     print(f"ENGINE UP after {up:.0f} s", flush=True)
     answers = []
     for prompts in questions.BATCHES:
-        answers += engine.generate(
-            input_ids=prompts,
-            sampling_params=questions.SAMPLING,
-            return_logprob=True,
-            top_logprobs_num=questions.TOP,
-        )
+        answers += engine.generate(input_ids=prompts, **questions.options())
     with open(answers_file, "w") as file:
         json.dump({"seconds_up": up, "answers": [questions.tidy(a) for a in answers]}, file)
     print("ENGINE DONE", flush=True)
