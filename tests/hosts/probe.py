@@ -5,10 +5,10 @@
 prints one line, `MARK` and a JSON object; with `--serve` it answers one such line for each line it
 reads, in a child forked after the slow imports that ask nothing about a GPU.
 
-It builds sglang's own `Fp8LinearMethod` the way a model does: server arguments, constructor,
-`create_weights`, a checkpoint's values, `process_weights_after_loading`, `apply`. Nothing of this
-package is imported here; the plugin comes in by its own start-up hook, where a scenario names a
-folder that holds it.
+It builds a layer the way a model does: server arguments, sglang's own `ReplicatedLinear` with its
+`Fp8LinearMethod`, a checkpoint's values, `process_weights_after_loading`, the layer's forward.
+Nothing of this package is imported here; the plugin comes in by its own start-up hook, where a
+scenario names a folder that holds it.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ def _layer(layer: dict, scenario: dict, fp8, fp8_utils) -> dict:
     before = _copies(module)
     try:
         with torch.inference_mode():
-            output = method.apply(module, x)
+            output, _ = module(x)
     except Exception as error:
         return result | {"error": _error(error), "stage": "apply"}
     result["output"] = _compare(output, x, *before)
@@ -218,16 +218,27 @@ def _load(layer: dict, device: str, fp8, result: dict, fp8_utils):
     import torch
 
     n, k = layer["shape"]
-    config = fp8.Fp8Config(
+
+    class Config(fp8.Fp8Config):
+        """sglang's own, without the import of its MoE layers, which want CUDA libraries."""
+
+        def get_quant_method(self, layer, prefix):
+            return fp8.Fp8LinearMethod(self)
+
+    config = Config(
         is_checkpoint_fp8_serialized=True,
         activation_scheme="dynamic",
         weight_block_size=layer["block"],
     )
-    method, module = fp8.Fp8LinearMethod(config), torch.nn.Module()
-    result["constructed"] = _describe(method.w8a8_block_fp8_linear, fp8_utils)
     if not layer["load"]:
+        method = fp8.Fp8LinearMethod(config)
+        result["constructed"] = _describe(method.w8a8_block_fp8_linear, fp8_utils)
         return method, None
-    method.create_weights(module, k, [n], k, n, torch.bfloat16, weight_loader=lambda *args: None)
+    from sglang.srt.layers.linear import ReplicatedLinear
+
+    module = ReplicatedLinear(k, n, bias=False, params_dtype=torch.bfloat16, quant_config=config)
+    method = module.quant_method
+    result["constructed"] = _describe(method.w8a8_block_fp8_linear, fp8_utils)
     module.to(device)
     generator = torch.Generator().manual_seed(layer["seed"] + 1)
     values = torch.randn(n, k, generator=generator).clamp(-4, 4) * 100
