@@ -198,7 +198,7 @@ def _answer(stock: Callable, fp8_utils, block):
         _once(
             logging.WARNING,
             "%s was asked for, but FlashInfer's trtllm has no kernel for %s; "
-            "sglang-kt-sm120 serves instead. %s say so without this warning.",
+            "sglang-kt-sm120 serves instead. %s ask for that without this warning.",
             asked.source, names[0], FLAGS_THAT_WORK,
         )  # fmt: skip
 
