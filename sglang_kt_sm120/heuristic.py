@@ -33,10 +33,11 @@ class Config:
     block_n: int  # weight rows per program
     num_warps: int
     num_stages: int = 1
-    fused: bool = False  # quantises the activation itself
+    fused: bool = False  # quantises the activation itself (direct always does)
     unroll: int = 1  # direct: K blocks requested at once
-    fence: bool = False  # direct: hold every step's loads together
+    registers: int = 0  # direct: registers per thread at most, 0 for no limit
     swap: bool = True  # pipelined: weights on the 16-wide side of the product
+    prefetch: int = 0  # pipelined: K blocks of the weight asked of L2 before the wait
     chunk: int = 8  # partial sums read at once in the reduction
     group_m: int = 8  # tiled: row tiles that walk along N together
     unit_scaled: bool = False  # tiled: block-scaled instruction with unit scales
@@ -57,21 +58,21 @@ class Resources:
 
 
 # Decode variants. Names are for this file and the documents only.
-WIDE8 = Config("direct", 8, 128, num_warps=4, unroll=1, fence=True, fused=True)
+WIDE8 = Config("direct", 8, 128, num_warps=4, fused=True)
 NARROW8 = Config("direct", 8, 64, num_warps=2, unroll=4, fused=True, chunk=16)
 SHORT8 = Config("direct", 8, 64, num_warps=2, unroll=2, fused=True, chunk=16)
-QUANTISED8 = Config("direct", 8, 16, num_warps=1, unroll=4)
-NARROW16 = Config("direct", 16, 32, num_warps=1, unroll=4, chunk=4)
-WIDE16 = Config("pipelined", 16, 128, num_warps=4, num_stages=3, chunk=4)
-ROWS32 = Config("pipelined", 32, 64, num_warps=4, num_stages=3, chunk=4)
-ROWS64 = Config("pipelined", 64, 64, num_warps=4, num_stages=3, chunk=4)
+NARROW16 = Config("direct", 16, 64, num_warps=4, unroll=2, registers=128, fused=True)
+FUSED16 = Config("pipelined", 16, 128, num_warps=4, num_stages=3, fused=True, chunk=4)
+WIDE16 = Config("pipelined", 16, 128, num_warps=4, num_stages=3, prefetch=1)
+ROWS32 = Config("pipelined", 32, 64, num_warps=4, num_stages=3)
+ROWS64 = Config("pipelined", 64, 64, num_warps=4, num_stages=3, swap=False, chunk=4)
 
 # Prefill variants, largest tile first.
 LARGE = Config("tiled", 128, 128, num_warps=8, num_stages=3)
 MEDIUM = Config("tiled", 64, 128, num_warps=4, num_stages=3)
 
 # One order of K for every M. The tokens are the 16-wide side everywhere, as in prefill.
-FIXED16 = Config("pipelined", 16, 64, num_warps=4, num_stages=3, fused=True, swap=False, chunk=4)
+FIXED16 = Config("pipelined", 16, 64, num_warps=4, num_stages=3, fused=True, swap=False)
 FIXED32 = replace(FIXED16, block_m=32, fused=False)
 FIXED64 = replace(FIXED16, block_m=64, fused=False)
 FIXED_LARGE = Config("tiled", 64, 128, num_warps=8, num_stages=3, split_order=1)
@@ -80,27 +81,31 @@ FIXED_PROGRAMS = 256  # programs aimed at, whatever the device
 # From ahead-of-time compilation for sm_120a (Triton 3.6.0 and its ptxas), bf16, dependent launch.
 RESOURCES = {
     WIDE8: Resources(94, 4096),
-    NARROW8: Resources(226, 2048),
-    SHORT8: Resources(152, 2048),
-    QUANTISED8: Resources(128, 512),
-    NARROW16: Resources(226, 2048),
+    NARROW8: Resources(251, 2048),
+    SHORT8: Resources(157, 2048),
+    NARROW16: Resources(126, 4096),
+    FUSED16: Resources(126, 43008),
     WIDE16: Resources(128, 36864),
-    ROWS32: Resources(96, 24576),
-    ROWS64: Resources(168, 32768),
+    ROWS32: Resources(128, 24576),
+    ROWS64: Resources(166, 32768),
 }
 
 
-def programs_per_sm(variant: Config, device) -> int:
-    """Programs of a decode variant that one SM holds, from registers, shared memory and limits."""
-    need = RESOURCES[variant]
+def resident(need: Resources, num_warps: int, device) -> int:
+    """Programs that one SM holds at once, from registers, shared memory and the SM's limits."""
     warps, blocks = (48, 24) if device.capability[0] == 12 else (64, 32)
-    registers = -(-need.registers // 8) * 8 * 32 * variant.num_warps
-    # A block also takes 1 KiB of shared memory for the system, and an SM has 1 KiB that no
-    # block can opt in to.
-    shared = device.shared_bytes + 1024
-    return min(
-        65536 // registers, shared // (need.shared_bytes + 1024), warps // variant.num_warps, blocks
-    )
+    # Each of an SM's four parts has a quarter of its registers and allocates them per warp.
+    per_warp = -(-need.registers // 8) * 8 * 32
+    warps = min(4 * (16384 // per_warp), warps)
+    # A block takes 1 KiB of shared memory for the system, and an SM has 1 KiB more than a block
+    # can opt in to.
+    shared = (device.shared_bytes + 1024) // (need.shared_bytes + 1024)
+    return min(warps // num_warps, shared, blocks)
+
+
+def programs_per_sm(variant: Config, device) -> int:
+    """Programs of a decode variant that one SM holds."""
+    return resident(RESOURCES[variant], variant.num_warps, device)
 
 
 def equal_splits(steps: int, at_most: int) -> int:
@@ -135,36 +140,43 @@ def config_for(problem, device) -> Config:
     raise AssertionError("unreachable")
 
 
+def _split(variant: Config, problem, device, per_sm: float) -> Config:
+    """`variant` split over `per_sm` programs an SM, or over all it holds if that is fewer."""
+    programs = device.sm_count * min(per_sm, programs_per_sm(variant, device))
+    return one_wave(variant, problem.n, problem.k, int(programs))[0]
+
+
 def _up_to_8(problem, device) -> Config:
-    """Register-direct, quantising on the way. The widest tile that fills the device wins."""
+    """The widest tile that fills the device; a layer of two waves or more gets two."""
     if problem.prequantised:
-        programs = device.sm_count * programs_per_sm(QUANTISED8, device)
-        return one_wave(QUANTISED8, problem.n, problem.k, programs)[0]
+        return _split(WIDE16, problem, device, 2.5)
     config = WIDE8
     for variant in (WIDE8, NARROW8, SHORT8):
         programs = device.sm_count * programs_per_sm(variant, device)
         config, filled = one_wave(variant, problem.n, problem.k, programs)
+        if config.splits <= 2 and problem.k >= 4096:
+            return one_wave(variant, problem.n, problem.k, 2 * programs)[0]
         if filled >= 0.6:
             break
     return config
 
 
 def _up_to_16(problem, device) -> Config:
-    """Narrow layers register-direct, large ones through shared memory; both pre-quantised."""
-    if problem.n * problem.k <= 40_000_000:
-        programs = device.sm_count * programs_per_sm(NARROW16, device)
-        return one_wave(NARROW16, problem.n, problem.k, programs)[0]
-    return one_wave(WIDE16, problem.n, problem.k, device.sm_count * 5 // 2)[0]
+    """Fused where a quantisation kernel would cost more than quantising in every program."""
+    weight = problem.n * problem.k
+    if problem.prequantised or weight > 35_000_000:
+        return _split(WIDE16, problem, device, 2.5)
+    if weight > 20_000_000:
+        return _split(FUSED16, problem, device, 2)
+    return _split(NARROW16, problem, device, 4)
 
 
 def _up_to_32(problem, device) -> Config:
-    programs = device.sm_count * min(3, programs_per_sm(ROWS32, device))
-    return one_wave(ROWS32, problem.n, problem.k, programs)[0]
+    return _split(ROWS32, problem, device, 3)
 
 
 def _up_to_64(problem, device) -> Config:
-    programs = device.sm_count * min(2, programs_per_sm(ROWS64, device))
-    return one_wave(ROWS64, problem.n, problem.k, programs)[0]
+    return _split(ROWS64, problem, device, 3 if problem.n * problem.k > 60_000_000 else 2)
 
 
 _DECODE = ((8, _up_to_8), (16, _up_to_16), (32, _up_to_32), (DECODE_ROWS, _up_to_64))
@@ -172,10 +184,11 @@ _DECODE = ((8, _up_to_8), (16, _up_to_16), (32, _up_to_32), (DECODE_ROWS, _up_to
 
 def _prefill(problem, device) -> Config:
     """The largest tile that still gives most SMs one; below that, 64-row tiles and split-K."""
+    unit_scaled = getattr(device, "mma", "plain") == "block_scale"
     for variant in (LARGE, MEDIUM):
         tiles = -(-problem.m // variant.block_m) * -(-problem.n // variant.block_n)
         if tiles >= 0.75 * device.sm_count:
-            return variant
+            return replace(variant, unit_scaled=unit_scaled)
     programs = 2 * device.sm_count // -(-problem.m // ROWS64.block_m)
     return one_wave(ROWS64, problem.n, problem.k, max(programs, 1))[0]
 

@@ -77,9 +77,10 @@ def run(
     elif counters is None:
         counters = weight_scale.view(torch.int32)
     if config.kernel == "direct":
+        if config.registers:
+            options["maxnreg"] = config.registers
         kernels.direct(
             x,
-            x_scale,
             weight,
             weight_scale,
             out,
@@ -90,7 +91,6 @@ def run(
             unroll=config.unroll,
             splits=splits,
             num_warps=config.num_warps,
-            fence=config.fence,
             chunk=config.chunk,
             options=options,
         )
@@ -109,6 +109,7 @@ def run(
             num_warps=config.num_warps,
             num_stages=config.num_stages,
             swap=config.swap,
+            prefetch=config.prefetch,
             chunk=config.chunk,
             options=options,
         )

@@ -4,7 +4,8 @@ A [rows, 64 byte] piece of a row-major weight, loaded 16 bytes per lane (8 rows 
 the A fragment of mma.m16n8k32 up to an order of K inside the 64 bytes, and that order is free as
 long as the activation is permuted the same way. So the weights need no shared memory, no shuffle
 and no barrier: the reshape, permute, reshape below only renames registers. The weights are the
-16-wide side of the product and the tokens its 8-wide side, so one token wastes nothing.
+16-wide side of the product and the tokens its 8-wide side, so one token wastes little. The
+activation is quantised on the way, by the program's warps together.
 """
 
 from __future__ import annotations
@@ -13,7 +14,15 @@ import torch
 import triton
 import triton.language as tl
 
-from .parts import publish_partial, quantise_groups, split_range, sum_partials, wait_for_producer
+from .parts import (
+    GDC,
+    fence,
+    publish_partial,
+    quantise_groups,
+    split_range,
+    sum_partials,
+    wait_for_producer,
+)
 
 
 @triton.jit
@@ -29,6 +38,14 @@ def _load_weights(base, row_offsets, k_block):
 
 
 @triton.jit
+def _load_activations(x, k_block, M, stride_xm, BLOCK_M: tl.constexpr):
+    """One K block of the activation, [BLOCK_M, 128]. Rows past M are zero."""
+    token = tl.arange(0, BLOCK_M)
+    pointers = x + token[:, None] * stride_xm + (k_block * 128 + tl.arange(0, 128))[None, :]
+    return tl.load(pointers, mask=(token < M)[:, None], other=0.0)
+
+
+@triton.jit
 def _weight_operand(w, BLOCK_N: tl.constexpr, WARPS: tl.constexpr):
     """[BLOCK_N, 2, 64] as loaded -> [BLOCK_N, 128] in fragment order.
 
@@ -36,6 +53,16 @@ def _weight_operand(w, BLOCK_N: tl.constexpr, WARPS: tl.constexpr):
     """
     w = tl.reshape(w, [BLOCK_N // (16 * WARPS), 2, WARPS, 8, 2, 4, 2, 2, 4])
     return tl.reshape(tl.permute(w, (0, 2, 1, 3, 4, 6, 7, 5, 8)), [BLOCK_N, 128])
+
+
+@triton.jit
+def _activation_operand(codes, BLOCK_M: tl.constexpr):
+    """[BLOCK_M, 128] codes -> [128, BLOCK_M] in the weights' order of K.
+
+    Dimensions in: token; half; lane, step, upper, byte.
+    """
+    codes = tl.reshape(codes, [BLOCK_M, 2, 4, 2, 2, 4])
+    return tl.trans(tl.reshape(tl.permute(codes, (0, 1, 3, 4, 2, 5)), [BLOCK_M, 128]))
 
 
 @triton.jit
@@ -52,35 +79,15 @@ def _accumulate(
     accumulator,  # [BLOCK_N, BLOCK_M] fp32
     w,  # [BLOCK_N, 2, 64] e4m3
     w_scale,  # scalar fp32
-    k_block,
-    x,
-    x_scale,
-    M,
-    stride_xm,
-    stride_sm,
-    stride_sk,
+    x,  # [BLOCK_M, 128] bf16 or fp16
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     WARPS: tl.constexpr,
-    FUSED: tl.constexpr,
 ):
     """accumulator + scales * (weights of one K block) x (activations of it)."""
-    token = tl.arange(0, BLOCK_M)
-    inside = token < M
-    if FUSED:
-        pointers = x + token[:, None] * stride_xm + (k_block * 128 + tl.arange(0, 128))[None, :]
-        codes, scale = quantise_groups(tl.load(pointers, mask=inside[:, None], other=0.0))
-    else:
-        half = tl.arange(0, 2)[None, :, None] * 64
-        byte = tl.arange(0, 64)[None, None, :]
-        pointers = x + token[:, None, None] * stride_xm + (k_block * 128 + half + byte)
-        codes = tl.load(pointers, mask=inside[:, None, None], other=0.0)
-        scale = tl.load(x_scale + token * stride_sm + k_block * stride_sk, mask=inside, other=0.0)
-    codes = tl.reshape(codes, [BLOCK_M, 2, 4, 2, 2, 4])  # token; half; lane, step, upper, byte
-    codes = tl.permute(codes, (0, 1, 3, 4, 2, 5))
-    product = tl.dot(
-        _weight_operand(w, BLOCK_N, WARPS), tl.trans(tl.reshape(codes, [BLOCK_M, 128]))
-    )
+    codes, scale = quantise_groups(x)
+    weights = _weight_operand(w, BLOCK_N, WARPS)
+    product = tl.dot(weights, _activation_operand(codes, BLOCK_M))
     scales = tl.broadcast_to((scale * w_scale)[None, :], product.shape)
     return tl.fma(product, scales, accumulator)
 
@@ -91,68 +98,56 @@ def _step(
     k_block,
     k_blocks,
     x,
-    x_scale,
     w,
     row_offsets,
     w_scale,
     M,
     stride_xm,
-    stride_sm,
-    stride_sk,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     UNROLL: tl.constexpr,
     WARPS: tl.constexpr,
-    FUSED: tl.constexpr,
     FIRST: tl.constexpr,
-    FENCE: tl.constexpr,
-    PDL: tl.constexpr,
+    GDC: tl.constexpr,
 ):
     """UNROLL K blocks from `k_block` on. Past the last block it reads that one again, times 0."""
     last = k_blocks - 1
     w0 = _load_weights(w, row_offsets, k_block)
-    scale0 = tl.load(w_scale + k_block)
+    s0 = tl.load(w_scale + k_block)
     if UNROLL >= 2:
-        w1 = _load_weights(w, row_offsets, min(k_block + 1, last))
-        scale1 = tl.load(w_scale + k_block + 1, mask=k_block + 1 < k_blocks, other=0.0)
+        k1 = min(k_block + 1, last)
+        w1 = _load_weights(w, row_offsets, k1)
+        s1 = tl.load(w_scale + k_block + 1, mask=k_block + 1 < k_blocks, other=0.0)
     if UNROLL >= 4:
-        w2 = _load_weights(w, row_offsets, min(k_block + 2, last))
-        scale2 = tl.load(w_scale + k_block + 2, mask=k_block + 2 < k_blocks, other=0.0)
-        w3 = _load_weights(w, row_offsets, min(k_block + 3, last))
-        scale3 = tl.load(w_scale + k_block + 3, mask=k_block + 3 < k_blocks, other=0.0)
-    # Everything above is requested before anything below: without a fence the assembler sinks
-    # each weight load to its mma, and few bytes are in flight.
-    if FIRST and PDL:
-        wait_for_producer(PDL)
-    elif FIRST or FENCE:
-        tl.debug_barrier()
-    accumulator = _accumulate(
-        accumulator, w0, scale0, k_block,
-        x, x_scale, M, stride_xm, stride_sm, stride_sk, BLOCK_M, BLOCK_N, WARPS, FUSED,
-    )  # fmt: skip
+        k2, k3 = min(k_block + 2, last), min(k_block + 3, last)
+        w2 = _load_weights(w, row_offsets, k2)
+        w3 = _load_weights(w, row_offsets, k3)
+        s2 = tl.load(w_scale + k_block + 2, mask=k_block + 2 < k_blocks, other=0.0)
+        s3 = tl.load(w_scale + k_block + 3, mask=k_block + 3 < k_blocks, other=0.0)
+    if FIRST:
+        wait_for_producer(GDC)
     if UNROLL >= 2:
-        accumulator = _accumulate(
-            accumulator, w1, scale1, min(k_block + 1, last),
-            x, x_scale, M, stride_xm, stride_sm, stride_sk, BLOCK_M, BLOCK_N, WARPS, FUSED,
-        )  # fmt: skip
+        x1 = _load_activations(x, k1, M, stride_xm, BLOCK_M)
     if UNROLL >= 4:
-        accumulator = _accumulate(
-            accumulator, w2, scale2, min(k_block + 2, last),
-            x, x_scale, M, stride_xm, stride_sm, stride_sk, BLOCK_M, BLOCK_N, WARPS, FUSED,
-        )  # fmt: skip
-        accumulator = _accumulate(
-            accumulator, w3, scale3, min(k_block + 3, last),
-            x, x_scale, M, stride_xm, stride_sm, stride_sk, BLOCK_M, BLOCK_N, WARPS, FUSED,
-        )  # fmt: skip
+        x2 = _load_activations(x, k2, M, stride_xm, BLOCK_M)
+        x3 = _load_activations(x, k3, M, stride_xm, BLOCK_M)
+    # The assembler sinks a load to its first use, so that few bytes would be in flight. It keeps
+    # them above a fence if a load behind the fence feeds the first mma: hence block 0 comes last.
+    if not FIRST or UNROLL > 1:
+        fence(GDC)
+    x0 = _load_activations(x, k_block, M, stride_xm, BLOCK_M)
+    accumulator = _accumulate(accumulator, w0, s0, x0, BLOCK_M, BLOCK_N, WARPS)
+    if UNROLL >= 2:
+        accumulator = _accumulate(accumulator, w1, s1, x1, BLOCK_M, BLOCK_N, WARPS)
+    if UNROLL >= 4:
+        accumulator = _accumulate(accumulator, w2, s2, x2, BLOCK_M, BLOCK_N, WARPS)
+        accumulator = _accumulate(accumulator, w3, s3, x3, BLOCK_M, BLOCK_N, WARPS)
     return accumulator
 
 
-@triton.jit(
-    do_not_specialize=["M", "k_blocks", "splits", "stride_sm", "stride_sk"],
-)
+@triton.jit(do_not_specialize=["M", "k_blocks", "splits"])
 def _direct_kernel(
-    x,  # [M, K] bf16 or fp16 (FUSED), else e4m3; rows stride_xm apart
-    x_scale,  # [M, K / 128] fp32, any strides; unused when FUSED
+    x,  # [M, K] bf16 or fp16, rows stride_xm apart
     w,  # [N, K] e4m3, contiguous
     w_scale,  # [ceil(N / 128), K / 128] fp32, contiguous
     out,  # [M, N] bf16 or fp16, contiguous
@@ -163,16 +158,12 @@ def _direct_kernel(
     k_blocks,  # K / 128
     splits,
     stride_xm,
-    stride_sm,
-    stride_sk,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     UNROLL: tl.constexpr,
     WARPS: tl.constexpr,
-    FUSED: tl.constexpr,
-    FENCE: tl.constexpr,
     CHUNK: tl.constexpr,
-    PDL: tl.constexpr,
+    GDC: tl.constexpr,
 ):
     tile = tl.program_id(0) // splits
     split = tl.program_id(0) % splits
@@ -185,15 +176,13 @@ def _direct_kernel(
     begin, end = split_range(split, splits, tl.cdiv(k_blocks, UNROLL))
     accumulator = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
     accumulator = _step(
-        accumulator, begin * UNROLL, k_blocks, x, x_scale, w, row_offsets, w_scale,
-        M, stride_xm, stride_sm, stride_sk, BLOCK_M, BLOCK_N, UNROLL, WARPS, FUSED,
-        True, FENCE, PDL,
+        accumulator, begin * UNROLL, k_blocks, x, w, row_offsets, w_scale,
+        M, stride_xm, BLOCK_M, BLOCK_N, UNROLL, WARPS, True, GDC,
     )  # fmt: skip
     for step in range(begin + 1, end):
         accumulator = _step(
-            accumulator, step * UNROLL, k_blocks, x, x_scale, w, row_offsets, w_scale,
-            M, stride_xm, stride_sm, stride_sk, BLOCK_M, BLOCK_N, UNROLL, WARPS, FUSED,
-            False, FENCE, PDL,
+            accumulator, step * UNROLL, k_blocks, x, w, row_offsets, w_scale,
+            M, stride_xm, BLOCK_M, BLOCK_N, UNROLL, WARPS, False, GDC,
         )  # fmt: skip
     accumulator = _in_memory_order(accumulator, BLOCK_N, BLOCK_M, WARPS)
 
@@ -215,7 +204,6 @@ def _direct_kernel(
 
 def direct(
     x: torch.Tensor,
-    x_scale: torch.Tensor | None,
     w: torch.Tensor,
     w_scale: torch.Tensor,
     out: torch.Tensor,
@@ -227,35 +215,29 @@ def direct(
     unroll: int,
     splits: int,
     num_warps: int,
-    fence: bool,
     chunk: int,
     options: dict | None = None,
 ) -> None:
     """Launch the register-direct kernel: out = x @ w.T for at most `block_m` rows.
 
     Args:
-        x: [M, K] bf16 or fp16 (then x_scale is None and it is quantised on the way) or e4m3;
-            1 <= M <= block_m, K a multiple of 128, inner stride 1.
-        x_scale: [M, K / 128] fp32, any strides, or None.
+        x: [M, K] bf16 or fp16, 1 <= M <= block_m, K a multiple of 128, inner stride 1.
         w: [N, K] e4m3, contiguous.
         w_scale: [ceil(N / 128), K / 128] fp32, contiguous.
         out: [M, N] bf16 or fp16, contiguous, overwritten.
         scratch: fp32, at least tiles * splits * block_m * block_n elements when splits > 1.
         counters: int32, at least `tiles` zeros when splits > 1; zero again afterwards.
-        block_m: 8 or 16 tokens. block_n: weight rows per program, a multiple of
-            16 * num_warps that divides 128. unroll: K blocks requested at once (1, 2 or 4).
+        block_m: 8 or 16 tokens.
+        block_n: weight rows per program, a multiple of 16 * num_warps that divides 128.
+        unroll: K blocks requested at once (1, 2 or 4).
         splits: programs per tile, at most ceil(K / 128 / unroll).
-        fence: hold every step's loads together (better with unroll 1).
         chunk: partial sums loaded at once in the reduction.
-        options: launch options such as `arch` and `launch_pdl`.
+        options: launch options such as `arch`, `launch_pdl` and `maxnreg`.
     """
     m, k = x.shape
     n = w.shape[0]
-    fused = x_scale is None
-    options = options or {}
     _direct_kernel[(triton.cdiv(n, block_n) * splits,)](
         x,
-        w_scale if fused else x_scale,
         w,
         w_scale,
         out,
@@ -266,17 +248,13 @@ def direct(
         k // 128,
         splits,
         x.stride(0) if m > 1 else k,
-        0 if fused else x_scale.stride(0),
-        0 if fused else x_scale.stride(1),
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         UNROLL=unroll,
         WARPS=num_warps,
-        FUSED=fused,
-        FENCE=fence,
         CHUNK=chunk,
-        PDL=options.get("launch_pdl", False),
+        GDC=GDC,
         num_warps=num_warps,
         num_stages=1,
-        **options,
+        **(options or {}),
     )

@@ -9,14 +9,41 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton import knobs
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+# Dependent-launch instructions exist on every GPU these kernels are for, not in the interpreter.
+GDC = not knobs.runtime.interpret
+
+
+@triton.jit
+def _over_448(a):
+    """a / 448, correctly rounded, without the branches of a general division.
+
+    One step of Markstein's correction of a * fl(1 / 448): right for every fp32 mantissa (checked
+    exhaustively), a between 1e-10 and the largest fp32.
+    """
+    guess = a * (1.0 / 448.0)
+    return tl.fma(tl.fma(guess, -448.0, a), 1.0 / 448.0, guess)
+
+
+@triton.jit
+def _reciprocal(s):
+    """1 / s, correctly rounded, without branches: two corrections of a division of 2 ulp.
+
+    Right for every mantissa but the one of all ones, which a / 448 never has for an a of 11 bits
+    (bf16 and fp16 maxima).
+    """
+    guess = 1.0 / s
+    guess = tl.fma(tl.fma(guess, -s, 1.0), guess, guess)
+    return tl.fma(tl.fma(guess, -s, 1.0), guess, guess)
 
 
 @triton.jit
 def quantise_groups(x):
     """Quantise rows of one K block each.
 
-    x: [R, 128] bf16, fp16 or fp32. Returns (codes [R, 128] e4m3, scales [R] fp32) with
+    x: [R, 128] bf16 or fp16. Returns (codes [R, 128] e4m3, scales [R] fp32) with
     a = max(absmax, 1e-10), scale = a / 448, codes = e4m3(clamp(x * (1 / scale), -448, 448)),
     both divisions correctly rounded. The conversion saturates, which is the clamp. A row that
     holds NaN or Inf gets the scale NaN, so whatever it is multiplied into becomes NaN.
@@ -27,22 +54,48 @@ def quantise_groups(x):
     magnitude = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     top = tl.max(magnitude, axis=1)
     absmax = tl.maximum(top.to(tl.float32, bitcast=True), 1e-10)
-    scale = tl.where(top >= 0x7F800000, float("nan"), tl.div_rn(absmax, 448.0))
-    codes = (values * tl.div_rn(1.0, scale)[:, None]).to(tl.float8e4nv)
+    scale = tl.where(top >= 0x7F800000, float("nan"), _over_448(absmax))
+    codes = (values * _reciprocal(scale)[:, None]).to(tl.float8e4nv)
     return codes, scale
 
 
 @triton.jit
-def wait_for_producer(PDL: tl.constexpr):
+def wait_for_producer(GDC: tl.constexpr):
     """Wait until the kernel before this one has finished, then let the next one start.
 
-    Triggering only after the wait keeps the order transitive: a kernel that starts early knows
-    that everything before its direct predecessor is complete. That is why weights, which no
-    kernel of ours writes, may be requested before the wait, and nothing else may.
+    Both do nothing where the launch does not ask for dependent launch. Triggering only after the
+    wait keeps the order transitive: a kernel that starts early knows that everything before its
+    direct predecessor is complete. That is why weights, which no kernel of ours writes, may be
+    requested before the wait, and nothing else may.
     """
-    if PDL:
+    if GDC:
         gdc_wait()
         gdc_launch_dependents()
+
+
+@triton.jit
+def prefetch_lines(pointers, GDC: tl.constexpr):
+    """Ask L2 for the line of each pointer. A hint: it may come before the wait, for weights."""
+    if GDC:
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+            "=r,l",
+            [pointers],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
+def fence(GDC: tl.constexpr):
+    """Keep memory requests above this line above it.
+
+    A dependent-launch wait that is already satisfied costs one instruction and, unlike a barrier,
+    holds in a program of one warp too.
+    """
+    if GDC:
+        gdc_wait()
 
 
 @triton.jit

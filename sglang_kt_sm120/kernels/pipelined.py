@@ -11,7 +11,15 @@ import torch
 import triton
 import triton.language as tl
 
-from .parts import publish_partial, quantise_groups, split_range, sum_partials, wait_for_producer
+from .parts import (
+    GDC,
+    prefetch_lines,
+    publish_partial,
+    quantise_groups,
+    split_range,
+    sum_partials,
+    wait_for_producer,
+)
 
 
 @triton.jit(
@@ -36,8 +44,9 @@ def _pipelined_kernel(
     BLOCK_N: tl.constexpr,
     FUSED: tl.constexpr,
     SWAP: tl.constexpr,
+    PREFETCH: tl.constexpr,
     CHUNK: tl.constexpr,
-    PDL: tl.constexpr,
+    GDC: tl.constexpr,
 ):
     tile = tl.program_id(0) // splits
     split = tl.program_id(0) % splits
@@ -57,7 +66,10 @@ def _pipelined_kernel(
 
     begin, end = split_range(split, splits, k_blocks)
     w_scale_next = tl.load(w_scale + begin)
-    wait_for_producer(PDL)
+    for ahead in tl.static_range(PREFETCH):
+        # The pipeline's own loads start behind the wait; each row of a K block is one line.
+        prefetch_lines(w + w_rows + tl.minimum(begin + ahead, end - 1) * 128, GDC)
+    wait_for_producer(GDC)
     if not FUSED:
         x_scale += first_token.to(tl.int64) * stride_sm
         x_scale_pointers = x_scale + x_rows * stride_sm
@@ -123,6 +135,7 @@ def pipelined(
     num_warps: int,
     num_stages: int,
     swap: bool,
+    prefetch: int,
     chunk: int,
     options: dict | None = None,
 ) -> None:
@@ -139,6 +152,7 @@ def pipelined(
         counters: int32, at least `tiles` zeros when splits > 1; zero again afterwards.
         block_n: weight rows per program, a divisor of 128. splits: at most K / 128.
         swap: weights on the 16-wide side of the product.
+        prefetch: K blocks of the weight asked of L2 before the dependency wait.
         chunk: partial sums loaded at once in the reduction.
         options: launch options such as `arch` and `launch_pdl`.
     """
@@ -165,8 +179,9 @@ def pipelined(
         BLOCK_N=block_n,
         FUSED=fused,
         SWAP=swap,
+        PREFETCH=prefetch,
         CHUNK=chunk,
-        PDL=options.get("launch_pdl", False),
+        GDC=GDC,
         num_warps=num_warps,
         num_stages=num_stages,
         **options,

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .parts import quantise_groups, wait_for_producer
+from .parts import GDC, quantise_groups, wait_for_producer
 
 GROUPS = 16  # K blocks per program
 
@@ -21,13 +21,13 @@ def _quantise_kernel(
     stride_sm,
     stride_sk,
     GROUPS: tl.constexpr,
-    PDL: tl.constexpr,
+    GDC: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     offsets = group[:, None] * 128 + tl.arange(0, 128)[None, :]
     inside = group < k_blocks
-    wait_for_producer(PDL)
+    wait_for_producer(GDC)
     values = tl.load(x + row * stride_xm + offsets, mask=inside[:, None], other=0.0)
     q, scale = quantise_groups(values)
     tl.store(codes + row * k_blocks * 128 + offsets, q, mask=inside[:, None])
@@ -64,7 +64,7 @@ def quantise(
         scales.stride(0),
         scales.stride(1),
         GROUPS=GROUPS,
-        PDL=options.get("launch_pdl", False),
+        GDC=GDC,
         num_warps=4,
         **options,
     )

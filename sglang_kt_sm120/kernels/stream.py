@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .parts import wait_for_producer
+from .parts import GDC, wait_for_producer
 
 CHUNK = 16384  # bytes per program and step
 
@@ -17,13 +17,13 @@ def _read_kernel(
     sink,  # [1] int32; written only if the bytes sum to one unlikely number
     chunks,
     WORDS: tl.constexpr,
-    PDL: tl.constexpr,
+    GDC: tl.constexpr,
 ):
     word = tl.arange(0, WORDS)
     total = tl.zeros([WORDS], dtype=tl.int32)
     first = tl.program_id(0)
     total += tl.load(source + first.to(tl.int64) * WORDS + word, eviction_policy="evict_first")
-    wait_for_producer(PDL)
+    wait_for_producer(GDC)
     for chunk in range(first + tl.num_programs(0), chunks, tl.num_programs(0)):
         total += tl.load(source + chunk.to(tl.int64) * WORDS + word, eviction_policy="evict_first")
     if tl.sum(total) == 0x5EED5EED:
@@ -46,7 +46,7 @@ def read(source: torch.Tensor, sink: torch.Tensor, programs: int, options: dict 
         sink,
         chunks,
         WORDS=CHUNK // 4,
-        PDL=options.get("launch_pdl", False),
+        GDC=GDC,
         num_warps=4,
         num_stages=1,
         **options,

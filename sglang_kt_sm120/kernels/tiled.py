@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .parts import split_range, wait_for_producer
+from .parts import GDC, split_range, wait_for_producer
 
 
 @triton.jit
@@ -47,7 +47,7 @@ def _tiled_kernel(
     GROUP_M: tl.constexpr,
     UNIT_SCALED: tl.constexpr,
     SPLIT_ORDER: tl.constexpr,
-    PDL: tl.constexpr,
+    GDC: tl.constexpr,
 ):
     # GROUP_M row tiles walk along N together, so that a weight strip is read once per group.
     tiles_m = tl.cdiv(M, BLOCK_M)
@@ -71,7 +71,7 @@ def _tiled_kernel(
     x_pointers = x + x_rows[:, None] * stride_xm + column[None, :]
     x_scale_pointers = x_scale + first_token.to(tl.int64) * stride_sm + x_rows * stride_sm
 
-    wait_for_producer(PDL)
+    wait_for_producer(GDC)
     accumulator = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
     if SPLIT_ORDER:
         # The sums that split-K would form and add, so that a row has the same bits at any M.
@@ -152,7 +152,7 @@ def tiled(
         GROUP_M=group_m,
         UNIT_SCALED=unit_scaled,
         SPLIT_ORDER=split_order > 0,
-        PDL=options.get("launch_pdl", False),
+        GDC=GDC,
         num_warps=num_warps,
         num_stages=num_stages,
         **options,

@@ -1,7 +1,8 @@
 """Triton's interpreter with correct FP8 and bf16 casts.
 
 Triton's own conversion drops carries when it rounds to e4m3 (31.1 becomes 16), wraps above 464,
-reads e4m3's NaN as 480 and truncates fp32 to bf16. `enable()` replaces it by torch's conversions.
+reads e4m3's NaN as 480 and truncates fp32 to bf16; its fma rounds twice. `enable()` replaces both,
+the conversions by torch's.
 It must run before anything imports triton, so interpreted tests live in a process of their own.
 """
 
@@ -24,7 +25,18 @@ def enable(*, repair: bool = True) -> None:
         from triton.runtime import interpreter
 
         interpreter._convert_float = _convert_float
+        interpreter.InterpreterBuilder.create_fma = _fused_multiply_add
         interpreter._patch_lang_tensor = _with_index(interpreter._patch_lang_tensor)
+
+
+def _fused_multiply_add(builder, x, y, z):
+    """x * y + z rounded once: in float64, where the product of two fp32 numbers is exact."""
+    import numpy as np
+    from triton.runtime.interpreter import TensorHandle
+
+    assert x.data.dtype == np.float32
+    exact = x.data.astype(np.float64) * y.data.astype(np.float64) + z.data.astype(np.float64)
+    return TensorHandle(exact.astype(np.float32), x.dtype.scalar)
 
 
 def _with_index(patch):
