@@ -22,10 +22,12 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from sglang_kt_sm120 import heuristic
+from sglang_kt_sm120.aot import tile_model
 from sglang_kt_sm120.heuristic import Config
 
 SHARED_LIMIT = 101376  # bytes a block may use on SM12x
 IN_FLIGHT = 32 * 1024  # bytes per SM that decode should have outstanding
+NON_TENSOR_SHARE = 0.5  # issue slots besides mma over tensor cycles, prefill
 SM12X = SimpleNamespace(capability=(12, 0), sm_count=188, shared_bytes=SHARED_LIMIT)
 
 _POINTERS = {
@@ -142,12 +144,11 @@ def disassemble(cubin: bytes) -> str | None:
             return None
 
 
-def _instructions(cubin: bytes, ptx: str) -> tuple[Counter, str]:
+def _instructions(sass: str | None, ptx: str) -> tuple[Counter, str]:
     """Instruction counts and where they were read: "sass", or "ptx" where nvdisasm fails."""
-    text = disassemble(cubin)
-    if text is not None:
+    if sass is not None:
         pattern = r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\d+\s+)?([A-Z][A-Z0-9_.]*)"
-        found = re.findall(pattern, text, re.M)
+        found = re.findall(pattern, sass, re.M)
         if found:
             return Counter(found), "sass"
     counts: Counter = Counter()
@@ -206,11 +207,13 @@ def measure(config: Config | None, arch: str, **options) -> dict:
     """Compile one variant and describe it: the record that `report` lists.
 
     Keys: name, config, arch, triton, registers, spills (stack bytes), shared_bytes, mma
-    ({instruction: count}), mma_per_block, f2fp, source ("sass" or "ptx"), programs_per_sm,
-    bytes_in_flight (per SM, decode only), failures (texts of failed gates).
+    ({instruction: count}), f2fp, shuffles, local (LDL and STL), source ("sass" or "ptx"),
+    programs_per_sm, bytes_in_flight (per SM, decode only), model (see tile_model), failures
+    (texts of failed gates).
     """
     compiled = compile_config(config, arch, **options)
-    counts, source = _instructions(compiled.asm["cubin"], compiled.asm["ptx"])
+    sass = disassemble(compiled.asm["cubin"])
+    counts, source = _instructions(sass, compiled.asm["ptx"])
     registers, stack = _resources(compiled.asm["cubin"], compiled.metadata)
     scaled = _count(counts, "QMMA.SF")
     mma = {"QMMA.SF": scaled, "QMMA": _count(counts, "QMMA") - scaled}
@@ -235,6 +238,7 @@ def measure(config: Config | None, arch: str, **options) -> dict:
         record["programs_per_sm"] = programs
         if config.kernel != "tiled":
             record["bytes_in_flight"] = bytes_in_flight(config, programs)
+        record["model"] = tile_model.model(sass, config.num_warps) if sass else {}
     record["failures"] = _failures(config, record)
     return record
 
@@ -255,6 +259,9 @@ def _failures(config: Config | None, record: dict) -> list[str]:
         failures.append(f"{mma['HMMA']} HMMA: FP8 is emulated in f16")
     if config.unit_scaled and not mma.get("QMMA.SF"):
         failures.append("dot_scaled is not lowered to a block-scaled mma")
+    share = record.get("model", {}).get("non_tensor_share", 0.0)
+    if config.kernel == "tiled" and share > NON_TENSOR_SHARE:
+        failures.append(f"issue slots that are not mma: {share} of the tensor cycles")
     if record.get("bytes_in_flight", IN_FLIGHT) < IN_FLIGHT:
         failures.append(f"{record['bytes_in_flight']} bytes in flight per SM < {IN_FLIGHT}")
     return failures
