@@ -138,12 +138,14 @@ def nvidia_smi() -> None:
 
 
 def _torch(capability: tuple[int, int]) -> None:
+    """torch.cuda as on a machine with one such card; with a real GPU only what it is called."""
     import torch
 
     has_gpu = torch.cuda.is_available()
     name = f"stand-in GPU of capability {capability[0]}.{capability[1]}"
     torch.cuda.get_device_capability = lambda device=None: capability
     torch.cuda.get_device_name = lambda device=None: name
+    _torch_library(torch)
     if has_gpu:
         return
     torch.cuda.is_available = lambda: True
@@ -158,7 +160,6 @@ def _torch(capability: tuple[int, int]) -> None:
         shared_memory_per_block_optin=101376,
         L2_cache_size=128 << 20,
     )
-    _torch_library(torch)
 
 
 def _torch_library(torch) -> None:

@@ -13,6 +13,9 @@ from tests.hosts import client, lab
 HOSTS = [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in lab.HOSTS]
 OLD, NEW = lab.HOSTS
 
+#: A layer for tests whose point is not the shape; FlashInfer's trtllm wants K of 256 or more.
+SMALL = {"shape": [256, 512]}
+
 Ask = Callable[..., dict]
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.hosts import client, kt_run, lab
 
-from .conftest import NEW, OLD
+from .conftest import NEW, OLD, SMALL
 from .test_with_us import serves
 from .test_without_us import crashed_in_flashinfer
 
@@ -84,10 +84,10 @@ def test_what_kt_run_launches(ask, model, tmp_path, method):
     expected = "triton" if method == "FP8" else "auto"
     assert ("--fp8-gemm-backend" in command) == (method == "FP8")
 
-    stock = ask(NEW)(arguments=command[3:], env=OWN_CONFIG, layers=[{"apply": False}])
+    stock = ask(NEW)(arguments=command[3:], env=OWN_CONFIG, layers=[{"load": False}])
     assert stock["arguments"] == expected
     assert stock["layers"][0]["dispatch"]["stock"] is not None
-    ours = ask(NEW)(arguments=command[3:], env=OWN_CONFIG, plugin_on=True)
+    ours = ask(NEW)(arguments=command[3:], env=OWN_CONFIG, plugin_on=True, layers=[SMALL])
     assert ours["arguments"] == expected
     serves(ours["layers"][0])
 

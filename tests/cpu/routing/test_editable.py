@@ -32,7 +32,6 @@ version = "0.6.1"
 where = ["{where}"]
 include = ["sglang*"]
 """
-pytestmark = pytest.mark.xdist_group(OLD)
 
 
 def pip(python: Path, *arguments: str) -> None:
@@ -74,7 +73,10 @@ def environment(folder: Path, layout: str) -> Path:
     return python
 
 
-@pytest.mark.parametrize("layout", ["src", "flat"])
+LAYOUTS = [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in ("src", "flat")]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_start_up_hook_reaches_an_editable_host(tmp_path, layout):
     python = environment(tmp_path, layout)
     variables = {"SGLANG_ENABLE_JIT_DEEPGEMM": "0"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from .conftest import HOSTS, OLD
+from .conftest import HOSTS, OLD, SMALL
 from .test_without_us import VARIABLE
 
 #: Against float64 on the same quantised operands only the rounding to bf16 is left: half an ulp,
@@ -34,7 +34,12 @@ def said(result: dict, level: str) -> list[str]:
 @pytest.mark.parametrize("capability", [(12, 0), (12, 1)], ids=str)
 @pytest.mark.parametrize("host", HOSTS)
 def test_auto_and_triton_are_ours(ask, host, capability):
-    layers = [{}, {"backend": "triton"}, {"shape": [576, 7168], "rows": 3}, {"shape": [256, 128]}]
+    layers = [
+        {},
+        SMALL | {"backend": "triton"},
+        {"shape": [576, 512], "rows": 3},
+        {"shape": [9, 128]},
+    ]
     result = ask(host)(capability=capability, plugin_on=True, layers=layers)
     for layer in result["layers"]:
         serves(layer)
@@ -46,7 +51,7 @@ def test_auto_and_triton_are_ours(ask, host, capability):
 @pytest.mark.parametrize("refusal", ["recipe", "architecture"])
 @pytest.mark.parametrize("host", HOSTS)
 def test_deep_gemm_is_neither_called_nor_imported_by_us(ask, host, refusal):
-    result = ask(host)(plugin_on=True, deep_gemm=refusal)
+    result = ask(host)(plugin_on=True, deep_gemm=refusal, layers=[SMALL])
     serves(result["layers"][0])
     assert result["sees"]["ENABLE_JIT_DEEPGEMM"] == (host == OLD)
     assert ("deep_gemm" in result["modules"]) == (host == OLD)  # sglang-kt 0.6.1 imports it itself
@@ -54,14 +59,14 @@ def test_deep_gemm_is_neither_called_nor_imported_by_us(ask, host, refusal):
 
 @pytest.mark.parametrize("host", HOSTS)
 def test_trtllm_is_served_with_one_warning_that_names_the_flag(ask, host):
-    layers = [{"backend": "flashinfer_trtllm"}, {"backend": "flashinfer_trtllm"}]
+    layers = [SMALL | {"backend": "flashinfer_trtllm"}] * 2
     result = ask(host)(plugin_on=True, layers=layers)
     for layer in result["layers"]:
         serves(layer)
     (warning,) = said(result, "WARNING")
     assert "--fp8-gemm-backend flashinfer_trtllm" in warning
 
-    result = ask(host)(plugin_on=True, env=VARIABLE, layers=[{}, {}])
+    result = ask(host)(plugin_on=True, env=VARIABLE, layers=[SMALL, SMALL])
     for layer in result["layers"]:
         serves(layer)
     (warning,) = said(result, "WARNING")
@@ -71,7 +76,7 @@ def test_trtllm_is_served_with_one_warning_that_names_the_flag(ask, host):
 @pytest.mark.parametrize("host", HOSTS)
 def test_strict_refuses_trtllm_when_the_layer_is_built(ask, host):
     strict = {"SGLANG_KT_SM120_STRICT": "1"}
-    layers = [{"backend": "flashinfer_trtllm"}, {"backend": "auto"}]
+    layers = [SMALL | {"backend": "flashinfer_trtllm"}, SMALL]
     refused, served = ask(host)(plugin_on=True, env=strict, layers=layers)["layers"]
     assert refused["stage"] == "load"
     assert refused["error"]["type"] == "RuntimeError"
@@ -82,12 +87,8 @@ def test_strict_refuses_trtllm_when_the_layer_is_built(ask, host):
 @pytest.mark.parametrize("host", HOSTS)
 def test_what_is_not_ours_stays_the_hosts_own_function(ask, host):
     """Explicit cutlass, a per-tensor FP8 checkpoint, other blocks: the object that it would use."""
-    layers = [
-        {"backend": "cutlass", "apply": False},
-        {"block": None, "apply": False},
-        {"block": [64, 128], "apply": False},
-        {"block": [128, 64], "apply": False},
-    ]
+    kinds = [{"backend": "cutlass"}, {"block": None}, {"block": [64, 128]}, {"block": [128, 64]}]
+    layers = [SMALL | kind | {"apply": False} for kind in kinds]
     ours = ask(host)(plugin_on=True, layers=layers)["layers"]
     stock = ask(host)(layers=layers)["layers"]
     for with_us, without in zip(ours, stock, strict=True):
@@ -113,7 +114,7 @@ def test_other_cards_keep_the_hosts_own_function(ask, host, capability):
 @pytest.mark.parametrize("host", HOSTS)
 def test_off_switch_restores_the_host(ask, host):
     off = {"SGLANG_KT_SM120_ENABLE": "0"}
-    layers = [{}, {"backend": "flashinfer_trtllm"}]
+    layers = [{}, SMALL | {"backend": "flashinfer_trtllm"}]
     switched_off = ask(host)(plugin_on=True, env=off, layers=layers)
     stock = ask(host)(layers=layers)
     assert switched_off["wrapped"] == {"dispatch": False, "load": False}
@@ -126,7 +127,7 @@ def test_off_switch_restores_the_host(ask, host):
 @pytest.mark.parametrize("host", HOSTS)
 def test_replace_narrows_what_we_answer(ask, host):
     only_auto = {"SGLANG_KT_SM120_REPLACE": "auto"}
-    layers = [{}, {"backend": "triton", "apply": False}]
+    layers = [SMALL, SMALL | {"backend": "triton", "apply": False}]
     result = ask(host)(plugin_on=True, env=only_auto, layers=layers)
     serves(result["layers"][0])
     assert result["layers"][1]["dispatch"]["stock"] == "triton_w8a8_block_fp8_linear"
@@ -136,7 +137,7 @@ def test_replace_narrows_what_we_answer(ask, host):
 @pytest.mark.parametrize("host", HOSTS)
 def test_the_hosts_own_refusal_stands(ask, host):
     """FlashInfer's DeepGEMM is for Hopper: sglang says so itself, and we name what works."""
-    layers = [{"backend": "flashinfer_deepgemm"}]
+    layers = [SMALL | {"backend": "flashinfer_deepgemm"}]
     with_us = ask(host)(plugin_on=True, layers=layers)
     without = ask(host)(layers=layers)
     assert with_us["layers"][0]["error"]["message"] == without["layers"][0]["error"]["message"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from .conftest import HOSTS, NEW, OLD
+from .conftest import HOSTS, NEW, OLD, SMALL
 
 FLASHINFER = "flashinfer_gemm_w8a8_block_fp8_linear_with_fallback"
 TRTLLM = "gemm_fp8_nt_groupwise does not support backend 'trtllm' with capability"
@@ -45,7 +45,7 @@ def crashed_in_flashinfer(layer: dict, sm: str = "120") -> None:
     assert (error["module"], error["type"]) == ("flashinfer.utils", "BackendSupportedError")
     assert error["message"] == f"{TRTLLM} {sm}"
     functions = [frame["function"] for frame in error["frames"]]
-    assert functions[-3:] == ["apply", FLASHINFER, "wrapper"]
+    assert functions[-4:] == ["forward", "apply", FLASHINFER, "wrapper"]
     assert error["frames"][-1]["file"].endswith("flashinfer/utils.py")
 
 
@@ -62,7 +62,7 @@ def test_the_parts_are_real(ask, host):
 @pytest.mark.parametrize("capability", SEES, ids=str)
 @pytest.mark.parametrize("host", HOSTS)
 def test_the_host_decides_as_on_such_a_card(ask, host, capability):
-    layers = [{"apply": capability[0] == 12}]
+    layers = [SMALL | {"apply": capability[0] == 12}]
     result = ask(host)(capability=capability, layers=layers)
     sees = dict(result["sees"])
     assert sees.pop("get_device_sm") == capability[0] * 10 + capability[1]
@@ -75,7 +75,8 @@ def test_the_host_decides_as_on_such_a_card(ask, host, capability):
 @pytest.mark.xdist_group(OLD)
 @pytest.mark.parametrize("capability", [(12, 0), (12, 1)], ids=str)
 def test_auto_crashes_as_reported(ask, capability):
-    layer = ask(OLD)(capability=capability, layers=[{"apply": True}])["layers"][0]
+    layer = ask(OLD)(capability=capability)["layers"][0]
+    assert layer["asked"]["shape"] == [2112, 7168]
     crashed_in_flashinfer(layer, "".join(map(str, capability)))
 
 
@@ -96,12 +97,13 @@ def test_auto_with_deep_gemm_crashes_as_reported(ask, refusal):
 
 @pytest.mark.xdist_group(NEW)
 def test_newer_host_leaves_deep_gemm_alone(ask):
-    result = ask(NEW)(deep_gemm="recipe", layers=[{"apply": False}])
+    result = ask(NEW)(deep_gemm="recipe", layers=[{"load": False}])
     assert not result["sees"]["ENABLE_JIT_DEEPGEMM"]
     assert "deep_gemm" not in result["modules"]
 
 
 @pytest.mark.parametrize("host", HOSTS)
 def test_asking_for_trtllm_crashes(ask, host):
-    crashed_in_flashinfer(ask(host)(layers=[{"backend": "flashinfer_trtllm"}])["layers"][0])
-    crashed_in_flashinfer(ask(host)(env=VARIABLE)["layers"][0])
+    flag = SMALL | {"backend": "flashinfer_trtllm"}
+    crashed_in_flashinfer(ask(host)(layers=[flag])["layers"][0])
+    crashed_in_flashinfer(ask(host)(env=VARIABLE, layers=[SMALL])["layers"][0])
