@@ -8,8 +8,10 @@ MLA, QWEN = "deepseek_v3", "qwen3"
 TRTLLM_VARIABLE = (("SGLANG_ENABLE_FLASHINFER_FP8_GEMM", "1"),)
 
 
-#: Hosts whose two own paths, CUTLASS and Triton, say how far correct kernels may differ.
+#: Hosts whose own paths say how far correct kernels may differ: CUTLASS against Triton, and Triton
+#: against itself with every kernel of the process lowered as for SM120 (no change on such a card).
 YARDSTICKS = ("kt-0.6.1", "installed")
+LOWERED = (("TRITON_OVERRIDE_ARCH", "sm120"),)
 #: No launch log, so that the traceback is the host's alone.
 BARE = (("E2E_LAUNCH_LOG", ""),)
 
@@ -27,6 +29,8 @@ def _cases():
             yield Case(f"{name}-stock-triton", host, kind, "triton", plugin=False)
             if host in YARDSTICKS:
                 yield Case(f"{name}-stock-cutlass", host, kind, "cutlass", plugin=False)
+                lowered = f"{name}-stock-triton-lowered"
+                yield Case(lowered, host, kind, "triton", plugin=False, environment=LOWERED)
             yield Case(f"{name}-auto", host, kind)
             yield Case(f"{name}-auto-deepgemm", host, kind, deep_gemm=True)
     # The crash, from the real server, in CUDA-graph capture.

