@@ -58,9 +58,9 @@ class Resources:
 
 
 # Decode variants. Names are for this file and the documents only.
-WIDE8 = Config("direct", 8, 128, num_warps=4, fused=True)
-NARROW8 = Config("direct", 8, 64, num_warps=2, unroll=4, fused=True, chunk=16)
-SHORT8 = Config("direct", 8, 64, num_warps=2, unroll=2, fused=True, chunk=16)
+WIDE8 = Config("direct", 8, 128, num_warps=8, unroll=2, fused=True)
+NARROW8 = Config("direct", 8, 128, num_warps=8, unroll=4, fused=True)
+SHORT8 = Config("direct", 8, 64, num_warps=2, unroll=4, fused=True, chunk=16)
 NARROW16 = Config("direct", 16, 64, num_warps=4, unroll=2, registers=128, fused=True)
 FUSED16 = Config("pipelined", 16, 128, num_warps=4, num_stages=3, fused=True, chunk=4)
 WIDE16 = Config("pipelined", 16, 128, num_warps=4, num_stages=3, prefetch=1)
@@ -80,9 +80,9 @@ FIXED_PROGRAMS = 256  # programs aimed at, whatever the device
 
 # From ahead-of-time compilation for sm_120a (Triton 3.6.0 and its ptxas), bf16, dependent launch.
 RESOURCES = {
-    WIDE8: Resources(94, 4096),
-    NARROW8: Resources(251, 2048),
-    SHORT8: Resources(157, 2048),
+    WIDE8: Resources(80, 4096),
+    NARROW8: Resources(126, 4096),
+    SHORT8: Resources(251, 2048),
     NARROW16: Resources(126, 4096),
     FUSED16: Resources(126, 43008),
     WIDE16: Resources(128, 36864),
@@ -147,18 +147,19 @@ def _split(variant: Config, problem, device, per_sm: float) -> Config:
 
 
 def _up_to_8(problem, device) -> Config:
-    """The widest tile that fills the device; a layer of two waves or more gets two."""
+    """Few programs that request much for small layers, more of them for large ones."""
     if problem.prequantised:
         return _split(WIDE16, problem, device, 2.5)
-    config = WIDE8
-    for variant in (WIDE8, NARROW8, SHORT8):
-        programs = device.sm_count * programs_per_sm(variant, device)
-        config, filled = one_wave(variant, problem.n, problem.k, programs)
-        if config.splits <= 2 and problem.k >= 4096:
-            return one_wave(variant, problem.n, problem.k, 2 * programs)[0]
-        if filled >= 0.6:
-            break
-    return config
+    if problem.n * problem.k > 50_000_000:
+        programs = device.sm_count * programs_per_sm(WIDE8, device)
+        config = one_wave(WIDE8, problem.n, problem.k, programs)[0]
+        if config.splits > 1:
+            return config
+        # Less than two programs a tile fit one wave: three waves end more evenly.
+        return one_wave(WIDE8, problem.n, problem.k, 3 * programs)[0]
+    programs = device.sm_count * programs_per_sm(NARROW8, device)
+    config, filled = one_wave(NARROW8, problem.n, problem.k, programs)
+    return config if filled >= 0.6 else _split(SHORT8, problem, device, 4)
 
 
 def _up_to_16(problem, device) -> Config:

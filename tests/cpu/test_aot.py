@@ -42,8 +42,9 @@ def test_recorded_resources_are_what_the_compiler_uses(records):
 
 def test_weights_reach_the_mma_without_shuffles_or_shared_memory():
     """Shuffles belong to the quantiser alone: a wider tile must not add any."""
-    narrow = aot.measure(replace(heuristic.WIDE8, block_n=64), "sm_120a")
-    wide = aot.measure(heuristic.WIDE8, "sm_120a")
+    tile = replace(heuristic.WIDE8, num_warps=4)
+    narrow = aot.measure(replace(tile, block_n=64), "sm_120a")
+    wide = aot.measure(tile, "sm_120a")
     assert wide["shuffles"] == narrow["shuffles"]
     assert wide["mma"]["QMMA"] == 2 * narrow["mma"]["QMMA"]
     # Shared memory: the activation's exchange and the output's transposition, no weights.
@@ -58,8 +59,8 @@ def test_weight_loads_come_before_the_dependency_wait():
         pytest.skip("this Triton's nvdisasm does not read sm_120a")
     before = text.split("ACQBULK")[0]
     loads = before.count("LDG.E.EF.128")
-    # [64 rows, 128 bytes] x 4 K blocks over 64 threads, 16 bytes each.
-    assert loads == 64 * 128 * 4 // (64 * 16)
+    # [128 rows, 128 bytes] x 4 K blocks over 256 threads, 16 bytes each.
+    assert loads == 128 * 128 * 4 // (256 * 16)
 
 
 @pytest.mark.parametrize("variant", ["LARGE", "MEDIUM"])
