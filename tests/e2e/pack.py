@@ -2,7 +2,7 @@
 
     python tests/e2e/pack.py OUT.tar.xz          # then tests/e2e/hosts.py unpacks it there
 
-The GPU machine has torch 2.11, Triton and nvcc for Python 3.12; the rest is pinned in `hosts/`.
+The GPU machine has torch 2.11, Triton and nvcc for Python 3.12; the rest is pinned in `requirements/`.
 sglang-kt asks for sgl-kernel 0.3.21, which was built for torch 2.9 (kt-kernel 0.7.2 carries its
 SM100 build alone, spread over five wheels); sglang-kernel 0.4.2 is the same library for torch 2.11
 and lacks only FP4 and Marlin names, which a stand-in refuses by name. What these tests never reach
@@ -18,7 +18,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-LISTS = Path(__file__).resolve().parent / "hosts"
+LISTS = Path(__file__).resolve().parent / "requirements"
 PLATFORMS = [f"manylinux_2_{n}_x86_64" for n in (35, 34, 31, 28, 27, 26, 24, 17, 12, 5)]
 PLATFORMS += ["manylinux2014_x86_64", "manylinux2010_x86_64", "manylinux1_x86_64", "linux_x86_64"]
 LEFT_OUT = (
