@@ -61,7 +61,7 @@ def compile_only(capability: tuple[int, int]) -> Iterator[None]:
 
 def compile_all(
     linears: list[shapes.Linear], device: select.Device, arch: str | None, pdl: bool,
-    dtype: torch.dtype = torch.bfloat16, jobs: int = 1,
+    target: tuple[int, int] | None = None, dtype: torch.dtype = torch.bfloat16, jobs: int = 1,
 ) -> Iterator[tuple[int, int, Compiled]]:  # fmt: skip
     """Compile every kernel variant that these layers can meet on `device`.
 
@@ -70,6 +70,7 @@ def compile_all(
         device: The GPU, which need not be here.
         arch: Triton's launch option for it (`devices.arch_of`).
         pdl: Whether serving launches with dependent launch.
+        target: Compute capability to assemble for, where it is not the device's (tests).
         dtype: Of the activations.
         jobs: Compilations at a time.
 
@@ -77,7 +78,7 @@ def compile_all(
         (how many are done, how many there are, the latest) as each finishes.
     """
     todo = _variants(linears, device, str(dtype).removeprefix("torch."))
-    with compile_only(device.capability), ThreadPoolExecutor(jobs) as pool:
+    with compile_only(target or device.capability), ThreadPoolExecutor(jobs) as pool:
         tasks = {pool.submit(_launch, item, arch, pdl, dtype): item for item in todo}
         for done, task in enumerate(as_completed(tasks), 1):
             task.result()

@@ -17,13 +17,13 @@ class Sm120BlockFp8Linear:
     """The callable that takes the place of sglang's own block-FP8 linear function.
 
     It keeps sglang's function (`stock`) for what it does not serve, and what one layer needs at run
-    time (`counters`). `prepare` is called when the layer's weights are in place, again after every
+    time (`prepared`). `prepare` is called when the layer's weights are in place, again after every
     reload; `__call__` does no checks that belong there.
     """
 
     def __init__(self, stock: Callable):
         self.stock = stock
-        self.counters: torch.Tensor | None = None
+        self.prepared: op.Prepared | None = None
         self.__name__ = "sm120_block_fp8_linear"  # sglang prints the function's name
 
     def __repr__(self) -> str:
@@ -49,8 +49,14 @@ class Sm120BlockFp8Linear:
             weight_scale.data = converted
             weight_scale.format_ue8m0 = False
         op.check_weight(weight, weight_scale)
-        if self.counters is None or self.counters.device != weight.device:
-            self.counters = op.counters_for(n, k, weight.device)
+        kept = self.counters
+        if kept is None or kept.device != weight.device:
+            self.prepared = op.Prepared(n, k, weight.device)
+
+    @property
+    def counters(self) -> torch.Tensor | None:
+        """The split-K counters of this layer, None before `prepare` and on the CPU."""
+        return None if self.prepared is None else self.prepared.counters
 
     def __call__(
         self,
@@ -80,7 +86,7 @@ class Sm120BlockFp8Linear:
             TypeError: An fp32 input.
             RuntimeError: The input requires grad; these layers are for inference.
         """
-        if newer or list(block_size) != BLOCK_SIZE:
+        if newer or block_size != BLOCK_SIZE:
             unknown = newer.keys() - {"act_scale_ue8m0", "weight_bf16"}
             if unknown or list(block_size) != BLOCK_SIZE:
                 return self.stock(
@@ -93,7 +99,14 @@ class Sm120BlockFp8Linear:
                 "call them under torch.no_grad() or torch.inference_mode()"
             )
         x = input if input.dim() == 2 else input.reshape(-1, input.shape[-1])
-        if input_scale is None:
+        if (
+            input_scale is None
+            and self.prepared is not None
+            and not torch.compiler.is_compiling()
+            and op.is_plain(x)
+        ):
+            output = op.plain_linear(self.prepared, x, weight, weight_scale)
+        elif input_scale is None:
             output = torch.ops.sglang_kt_sm120.block_fp8_linear(
                 x, weight, weight_scale, self.counters
             )

@@ -23,10 +23,14 @@ from sglang_kt_sm120 import devices, env, select
 NAMESPACE = "sglang_kt_sm120"
 #: Streams that get a row of their own in a layer's counters; a further one gets fresh zeros.
 COUNTER_SLOTS = 4
+#: Prefill splits K only while its 64 x 64 tiles are fewer than the SMs can take; this is more than
+#: that on any SM12x GPU. A layer with fewer counters would get fresh zeros: one kernel more.
+PREFILL_TILES = 512
 E4M3 = torch.float8_e4m3fn
 
 _deterministic = False
 _choices: dict[tuple, tuple] = {}  # decided products: see _decide
+_generation = 0  # how often choices were forgotten: see Prepared
 _launched: set[tuple] = set()  # kernel variants that ran, or are about to, outside of capture
 _slots: dict[tuple[int, int], int] = {}  # (device, stream) -> row of a layer's counters
 _slots_lock = threading.Lock()
@@ -41,6 +45,8 @@ def set_deterministic(on: bool) -> None:
 
 def forget_choices() -> None:
     """Decide every product anew, after something that decisions depend on has changed."""
+    global _generation
+    _generation += 1
     _choices.clear()
 
 
@@ -55,7 +61,7 @@ def counters_for(n: int, k: int, device: torch.device) -> torch.Tensor | None:
         return None
     from sglang_kt_sm120 import heuristic
 
-    tiles = heuristic.counters_needed(n, k)
+    tiles = max(heuristic.counters_needed(n, k), PREFILL_TILES)
     return torch.zeros(COUNTER_SLOTS, tiles, dtype=torch.int32, device=device)
 
 
@@ -241,22 +247,89 @@ def _run(x, x_scale, weight, weight_scale, out_dtype, counters):
         return run(x, weight, weight_scale, x_scale, out_dtype, choice.config, None)
     index = x.device.index
     if counters is not None:
-        counters = _row(counters, index)
+        slot = _slot(index)
+        counters = counters[slot] if slot < counters.shape[0] else None
     if torch.cuda.current_device() == index:
         return run(x, weight, weight_scale, x_scale, out_dtype, choice.config, counters)
     with torch.cuda.device(index):
         return run(x, weight, weight_scale, x_scale, out_dtype, choice.config, counters)
 
 
-def _row(counters: torch.Tensor, index: int) -> torch.Tensor | None:
-    """Return this stream's row of a layer's counters, or None once the rows have run out."""
+def _slot(index: int) -> int:
+    """Return the row of a layer's counters that belongs to the current stream of this device."""
     stream = (index, torch._C._cuda_getCurrentRawStream(index))
     slot = _slots.get(stream)
     if slot is None:
         with _slots_lock:
             taken = sum(1 for device, _ in _slots if device == index)
             slot = _slots.setdefault(stream, taken)
-    return counters[slot] if slot < counters.shape[0] else None
+    return slot
+
+
+def is_plain(x: torch.Tensor) -> bool:
+    """True where the dispatcher would do nothing but call our implementation.
+
+    That is eager mode with an ordinary tensor: no fake tensors, no dispatch mode, no functorch
+    transform. (Under torch.compile the caller asks `torch.compiler.is_compiling()` first.)
+    """
+    return (
+        type(x) is torch.Tensor
+        and not torch._C._len_torch_dispatch_stack()
+        and torch._C._functorch.peek_interpreter_stack() is None
+    )
+
+
+class Prepared:
+    """What one loaded layer keeps for its eager calls.
+
+    Attributes:
+        counters: From `counters_for`, or None on the CPU.
+        rows: The rows of `counters`, one per stream.
+        k: The layer's input features.
+        decided: (bucket of M, dtype, device) -> (backend's run, its configuration).
+        generation: The `forget_choices` that `decided` is younger than.
+    """
+
+    def __init__(self, n: int, k: int, device: torch.device):
+        self.counters = counters_for(n, k, device)
+        self.rows = [] if self.counters is None else list(self.counters.unbind())
+        self.k = k
+        self.decided: dict[tuple, tuple] = {}
+        self.generation = _generation
+
+    def __getstate__(self) -> dict:
+        return self.__dict__ | {"decided": {}}
+
+
+def plain_linear(prepared: Prepared, x, weight, weight_scale) -> torch.Tensor:
+    """Do what `block_fp8_linear` does, for a prepared layer and an x that `is_plain`.
+
+    The dispatcher, and checks that a prepared layer has behind it, would cost more than a decode
+    kernel runs; so eager calls of a layer come here.
+    """
+    m, k = x.shape
+    index = x.get_device()  # -1 for the CPU
+    if prepared.generation != _generation:
+        prepared.decided.clear()
+        prepared.generation = _generation
+    dtype = x.dtype
+    key = (m if m <= select.DECODE_M else select.bucket(m), dtype, index)
+    decided = prepared.decided.get(key)
+    if decided is None or k != prepared.k or x.stride(1) != 1 or not m:
+        out = _run(x, None, weight, weight_scale, dtype, prepared.counters)
+        if m:
+            run, choice = _decide(x, None, weight, weight_scale, dtype)
+            prepared.decided[key] = (run, choice.config)
+        return out
+    run, config = decided
+    if index < 0:
+        return run(x, weight, weight_scale, None, dtype, config, None)
+    slot = _slot(index)
+    row = prepared.rows[slot] if slot < COUNTER_SLOTS else None
+    if torch._C._cuda_getDevice() == index:
+        return run(x, weight, weight_scale, None, dtype, config, row)
+    with torch.cuda.device(index):
+        return run(x, weight, weight_scale, None, dtype, config, row)
 
 
 def _linear_impl(x, weight, weight_scale, counters=None):

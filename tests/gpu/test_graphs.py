@@ -172,7 +172,9 @@ import torch
 from sglang_kt_sm120 import ahead, devices, env, shapes
 layers = [shapes.Linear("a", 576, 1024), shapes.Linear("b", 4096, 512)]
 device = devices.device(0)
-print(sum(1 for _ in ahead.compile_all(layers, device, devices.arch(0), env.PDL.get(), jobs=8)))
+target = torch.cuda.get_device_capability(0)  # what is here, whatever a test presents it as
+compiled = ahead.compile_all(layers, device, devices.arch(0), env.PDL.get(), target, jobs=8)
+print(sum(1 for _ in compiled))
 """
 SERVE = """
 import torch
