@@ -151,7 +151,7 @@ def ours(
     """Our kernels as `heuristic` configures them for `device`, or with a given config."""
 
     def prepare(case: Case):
-        problem = heuristic._Case(case.m, case.n, case.k, False, False)
+        problem = heuristic.Case(case.m, case.n, case.k)
         chosen = config or heuristic.config_for(problem, device)
 
         def call(index: int) -> torch.Tensor:

@@ -64,7 +64,7 @@ SHORT8 = Config("direct", 8, 64, num_warps=2, unroll=4, fused=True, chunk=16)
 NARROW16 = Config("direct", 16, 64, num_warps=4, unroll=2, registers=128, fused=True)
 FUSED16 = Config("pipelined", 16, 128, num_warps=4, num_stages=3, fused=True, chunk=4)
 WIDE16 = Config("pipelined", 16, 128, num_warps=4, num_stages=3, prefetch=1)
-ROWS32 = Config("pipelined", 32, 64, num_warps=4, num_stages=3)
+ROWS32 = Config("pipelined", 32, 64, num_warps=4, num_stages=3, chunk=4)
 ROWS64 = Config("pipelined", 64, 64, num_warps=4, num_stages=3, swap=False, chunk=4)
 
 # Prefill variants, largest tile first.
@@ -86,7 +86,7 @@ RESOURCES = {
     NARROW16: Resources(126, 4096),
     FUSED16: Resources(126, 43008),
     WIDE16: Resources(128, 36864),
-    ROWS32: Resources(128, 24576),
+    ROWS32: Resources(96, 24576),
     ROWS64: Resources(166, 32768),
 }
 
@@ -215,12 +215,14 @@ def counters_needed(n: int, k: int) -> int:
 
 
 @dataclass(frozen=True)
-class _Case:
+class Case:
+    """A problem, for callers that have no `select.Problem`."""
+
     m: int
     n: int
     k: int
-    prequantised: bool
-    deterministic: bool
+    prequantised: bool = False
+    deterministic: bool = False
 
 
 # One M per line of the tables, and prefill sizes that cross its tile choices.
@@ -242,6 +244,6 @@ def all_configs(
     seen: dict[Config, Config] = {}
     for n, k in shapes:
         for m in rows:
-            config = config_for(_Case(m, n, k, prequantised, deterministic), device)
+            config = config_for(Case(m, n, k, prequantised, deterministic), device)
             seen.setdefault(config.variant(), config)
     return list(seen.values())

