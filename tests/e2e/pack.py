@@ -2,7 +2,7 @@
 
     python tests/e2e/pack.py OUT.tar.xz          # then tests/e2e/hosts.py unpacks it there
 
-The GPU machine has torch 2.11, Triton and nvcc for Python 3.12; the rest is pinned in `requirements/`.
+The GPU machine has torch 2.11, Triton and nvcc for Python 3.12; `requirements/` pins the rest.
 sglang-kt asks for sgl-kernel 0.3.21, which was built for torch 2.9 (kt-kernel 0.7.2 carries its
 SM100 build alone, spread over five wheels); sglang-kernel 0.4.2 is the same library for torch 2.11
 and lacks only FP4 and Marlin names, which a stand-in refuses by name. What these tests never reach
