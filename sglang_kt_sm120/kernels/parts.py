@@ -10,10 +10,29 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from triton import knobs
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 # Dependent-launch instructions exist on every GPU these kernels are for, not in the interpreter.
+# They are written out because Triton 3.4.0's own wrappers do not compile.
 GDC = not knobs.runtime.interpret
+
+
+@triton.jit
+def _gdc_wait():
+    tl.inline_asm_elementwise(
+        "griddepcontrol.wait; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def _gdc_launch_dependents():
+    tl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; mov.u32 $0, 0;",
+        "=r",
+        [],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @triton.jit
@@ -69,8 +88,8 @@ def wait_for_producer(GDC: tl.constexpr):
     requested before the wait, and nothing else may.
     """
     if GDC:
-        gdc_wait()
-        gdc_launch_dependents()
+        _gdc_wait()
+        _gdc_launch_dependents()
 
 
 @triton.jit
@@ -95,7 +114,7 @@ def fence(GDC: tl.constexpr):
     holds in a program of one warp too.
     """
     if GDC:
-        gdc_wait()
+        _gdc_wait()
 
 
 @triton.jit
