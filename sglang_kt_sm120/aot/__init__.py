@@ -25,6 +25,7 @@ from sglang_kt_sm120 import heuristic
 from sglang_kt_sm120.aot import tile_model
 from sglang_kt_sm120.heuristic import Config
 
+ARCHES = ("sm_120a", "sm_121a")
 SHARED_LIMIT = 101376  # bytes a block may use on SM12x
 IN_FLIGHT = 32 * 1024  # bytes per SM that decode should have outstanding
 NON_TENSOR_SHARE = 0.5  # issue slots besides mma over tensor cycles, prefill
@@ -126,6 +127,24 @@ def compile_config(config: Config | None, arch: str, *, dtype: str = "bf16", pdl
             attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=values, attrs=attributes)
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def assembler_knows(arch: str) -> bool:
+    """Whether the ptxas that this Triton uses can assemble for `arch` (3.5.1's: not sm_121a)."""
+    from triton.backends.nvidia import compiler
+
+    try:
+        ptxas = compiler.get_ptxas(int(re.sub(r"\D", "", arch)))
+    except TypeError:  # before 3.6 there is one for all
+        ptxas = compiler.get_ptxas()
+    path = getattr(ptxas, "path", ptxas)
+    path = path[0] if isinstance(path, tuple) else path
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(".version 8.0\n.target sm_80\n.address_size 64\n")
+        file.flush()
+        command = [path, f"--gpu-name={arch}", file.name, "-o", "/dev/null"]
+        result = subprocess.run(command, capture_output=True, text=True)
+    return "is not defined for option" not in result.stderr
 
 
 def _tool(name: str) -> str:
@@ -243,6 +262,24 @@ def measure(config: Config | None, arch: str, **options) -> dict:
     return record
 
 
+def cannot_assemble(arch: str) -> str | None:
+    """Return why this Triton has no assembler for `arch`, or None where it has one.
+
+    Triton 3.4 and 3.5 bring no ptxas for sm_121a: a fact about the toolchain, not a failed gate.
+    For sm_120a there is no such excuse, and every failure to compile is a failed gate.
+    """
+    if arch == ARCHES[0]:
+        return None
+    try:
+        compile_config(None, arch)
+    except Exception as failure:
+        lines = [line for line in str(failure).splitlines() if "ptxas" in line or "sm_" in line]
+        return f"this Triton ({triton.__version__}) does not assemble for it: " + (
+            lines[0].strip() if lines else type(failure).__name__
+        )
+    return None
+
+
 def _failures(config: Config | None, record: dict) -> list[str]:
     """Gates that a record fails, as texts."""
     failures = []
@@ -270,8 +307,13 @@ def _failures(config: Config | None, record: dict) -> list[str]:
 def report(configs: Iterable[Config], arch: str, **options) -> list[dict]:
     """Compile the quantisation kernel and every distinct variant of `configs` for `arch`.
 
-    A variant that does not compile gives a record with an `error` and that as its failure.
+    A variant that does not compile gives a record with an `error` and that as its failure. Where
+    this Triton's ptxas does not know `arch`, that is a fact and no failure: one record says so
+    under `unsupported`.
     """
+    if not assembler_knows(arch):
+        fact = f"the ptxas of Triton {triton.__version__} does not know {arch}"
+        return [{"name": "", "config": {}, "arch": arch, "unsupported": fact, "failures": []}]
     records = []
     variants: list[Config | None] = [None, *dict.fromkeys(config.variant() for config in configs)]
     for variant in variants:

@@ -12,6 +12,7 @@ import typer
 
 from sglang_kt_sm120 import __version__
 from sglang_kt_sm120.cli import kernels, look
+from sglang_kt_sm120.cli.patch import patch
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -19,7 +20,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     help="Block-FP8 linear layers on SM120/SM121 GPUs for sglang-kt and sglang.",
 )
-for command in (look.doctor, look.explain, kernels.graphs, kernels.warm):
+for command in (look.doctor, look.explain, kernels.graphs, kernels.warm, kernels.aot, patch):
     app.command()(command)
 app.command("env")(look.env_command)
 

@@ -1,4 +1,4 @@
-"""Commands that compile or run kernels: graphs, warm."""
+"""Commands that compile or run kernels: graphs, warm, aot."""
 
 from __future__ import annotations
 
@@ -104,3 +104,78 @@ def warm(
         print_json(True, cache=str(system.triton_cache()), kernels=kernels)
         return
     out.print(f"{len(kernels)} kernel variants for {device.name} in {system.triton_cache()}")
+
+
+def aot(
+    model: ModelOption = None,
+    shape: ShapeOption = [],  # noqa: B006
+    shape_set: SetOption = None,
+    tp: TpOption = 1,
+    arch: Annotated[
+        list[str], typer.Option(help="Target, sm_120a or sm_121a; may be repeated [default: both].")
+    ] = [],  # noqa: B006
+    as_json: JsonOption = False,
+) -> None:
+    """Compile every kernel that selection can return, and judge registers, spills and SASS."""
+    from rich.progress import Progress
+
+    from sglang_kt_sm120 import aot, devices, heuristic
+
+    layers = linears(shape, model, shape_set, tp)
+    unknown = set(arch) - set(aot.ARCHES)
+    if unknown:
+        raise typer.BadParameter(f"{sorted(unknown)}: expected {' or '.join(aot.ARCHES)}")
+    named = [(layer.n, layer.k) for layer in layers]
+    configs = {
+        config.variant(): config
+        for gpu in devices.GPUS
+        for deterministic in (False, True)
+        for prequantised in (False, True)
+        for config in heuristic.all_configs(
+            named, devices.describe(gpu.pattern), prequantised=prequantised,
+            deterministic=deterministic,
+        )
+    }  # fmt: skip
+    records, facts = [], []
+    with Progress(console=err, transient=True) as progress:
+        task = progress.add_task("compiling", total=(len(configs) + 1) * len(arch or aot.ARCHES))
+        for target in arch or aot.ARCHES:
+            missing = aot.cannot_assemble(target)
+            if missing:
+                facts.append(f"{target}: {missing}")
+                progress.advance(task, len(configs) + 1)
+                continue
+            for record in aot.report(configs.values(), target):
+                records.append(record)
+                progress.update(task, advance=1, description=f"{target} {record['name']}")
+    ok = bool(records) and not any(record["failures"] for record in records)
+    if as_json:
+        print_json(ok, kernels=records, facts=facts)
+        raise typer.Exit(0 if ok else EXIT_PROBLEM)
+    columns = (
+        "kernel",
+        "arch",
+        "regs",
+        "spills",
+        "shared B",
+        "mma",
+        "per SM",
+        "in flight",
+        "gates",
+    )
+    shown = table(*columns, whole=columns[:2])
+    for record in records:
+        mma = " ".join(f"{count} {name}" for name, count in record.get("mma", {}).items())
+        gates = "[red]" + escape("; ".join(record["failures"])) + "[/]"
+        in_flight = record.get("bytes_in_flight")
+        shown.add_row(
+            record["name"], record["arch"],
+            *(str(record.get(key, "")) for key in ("registers", "spills", "shared_bytes")), mma,
+            str(record.get("programs_per_sm", "")),
+            f"{in_flight // 1024} KiB" if in_flight else "",
+            gates if record["failures"] else "[green]✓[/]",
+        )  # fmt: skip
+    out.print(shown)
+    for fact in facts:
+        out.print(escape(fact))
+    raise typer.Exit(0 if ok else EXIT_PROBLEM)

@@ -113,6 +113,30 @@ def test_help_loads_no_torch():
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
+def test_aot_judges_what_selection_can_return():
+    answer = json.loads(run("aot", "--shape", "2112,256", "--arch", "sm_120a", "--json").stdout)
+    assert (answer["schema"], answer["ok"]) == (1, True)
+    kernels = answer["kernels"]
+    assert {"direct", "pipelined", "tiled"} <= {k["config"].get("kernel") for k in kernels}
+    for kernel in kernels:
+        assert kernel["arch"] == "sm_120a"
+        assert kernel["spills"] == 0
+        assert kernel["shared_bytes"] <= 101376
+        assert (
+            kernel["mma"].get("QMMA", 0) + kernel["mma"].get("QMMA.SF", 0) or not kernel["config"]
+        )
+        assert kernel["failures"] == []
+    run("aot", "--arch", "sm_90a", code=2)
+
+
+def test_aot_fails_where_a_gate_fails(monkeypatch):
+    from sglang_kt_sm120 import aot
+
+    monkeypatch.setattr(aot, "SHARED_LIMIT", 1024)
+    result = run("aot", "--shape", "512,256", "--arch", "sm_120a", code=1)
+    assert "> 1024" in result.stdout
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="shows what happens without a CUDA device")
 def test_graphs_need_a_cuda_device():
     assert "needs a CUDA device" in run("graphs", code=3).stderr
