@@ -152,28 +152,15 @@ def aot(
     if as_json:
         print_json(ok, kernels=records, facts=facts)
         raise typer.Exit(0 if ok else EXIT_PROBLEM)
-    columns = (
-        "kernel",
-        "arch",
-        "regs",
-        "spills",
-        "shared B",
-        "mma",
-        "per SM",
-        "in flight",
-        "gates",
-    )
-    shown = table(*columns, whole=columns[:2])
+    columns = ("kernel", "arch", "regs", "spills", "shared B", "mma", "per SM", "gates")
+    shown = table(*columns, whole=columns[:-1])
     for record in records:
         mma = " ".join(f"{count} {name}" for name, count in record.get("mma", {}).items())
-        gates = "[red]" + escape("; ".join(record["failures"])) + "[/]"
-        in_flight = record.get("bytes_in_flight")
+        numbers = [str(record.get(key, "")) for key in ("registers", "spills", "shared_bytes")]
+        failed = "[red]" + escape("; ".join(record["failures"])) + "[/]"
         shown.add_row(
-            record["name"], record["arch"],
-            *(str(record.get(key, "")) for key in ("registers", "spills", "shared_bytes")), mma,
-            str(record.get("programs_per_sm", "")),
-            f"{in_flight // 1024} KiB" if in_flight else "",
-            gates if record["failures"] else "[green]✓[/]",
+            record["name"], record["arch"], *numbers, mma, str(record.get("programs_per_sm", "")),
+            failed if record["failures"] else "[green]✓[/]",
         )  # fmt: skip
     out.print(shown)
     for fact in facts:

@@ -133,8 +133,9 @@ def test_aot_fails_where_a_gate_fails(monkeypatch):
     from sglang_kt_sm120 import aot
 
     monkeypatch.setattr(aot, "SHARED_LIMIT", 1024)
-    result = run("aot", "--shape", "512,256", "--arch", "sm_120a", code=1)
-    assert "> 1024" in result.stdout
+    result = run("aot", "--shape", "512,256", "--arch", "sm_120a", "--json", code=1)
+    kernels = json.loads(result.stdout)["kernels"]
+    assert any("> 1024" in text for kernel in kernels for text in kernel["failures"])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="shows what happens without a CUDA device")

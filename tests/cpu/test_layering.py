@@ -41,6 +41,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "select": ({"env", "heuristic", "configs"}, set()),
     "heuristic": (set(), set()),
     "shapes": (set(), set()),
+    "patches": (set(), set()),
     "configs": (set(), set()),
     "backends": ({"backends", "kernels", "heuristic"}, {"torch"}),
     "kernels": ({"kernels"}, {"torch", "triton"}),
