@@ -58,8 +58,8 @@ class Resources:
 
 
 # Decode variants. Names are for this file and the documents only.
-WIDE8 = Config("direct", 8, 128, num_warps=8, unroll=2, fused=True)
-NARROW8 = Config("direct", 8, 128, num_warps=8, unroll=4, fused=True)
+WIDE8 = Config("direct", 8, 128, num_warps=8, unroll=2, fused=True, chunk=6)
+NARROW8 = Config("direct", 8, 128, num_warps=8, unroll=4, registers=128, fused=True)
 SHORT8 = Config("direct", 8, 64, num_warps=2, unroll=4, fused=True, chunk=16)
 NARROW16 = Config("direct", 16, 64, num_warps=4, unroll=2, registers=128, fused=True)
 FUSED16 = Config("pipelined", 16, 128, num_warps=4, num_stages=3, fused=True, chunk=4)
@@ -72,7 +72,7 @@ LARGE = Config("tiled", 128, 128, num_warps=8, num_stages=3)
 MEDIUM = Config("tiled", 64, 128, num_warps=4, num_stages=3)
 
 # One order of K for every M. The tokens are the 16-wide side everywhere, as in prefill.
-FIXED16 = Config("pipelined", 16, 64, num_warps=4, num_stages=3, fused=True, swap=False)
+FIXED16 = Config("pipelined", 16, 64, num_warps=4, num_stages=3, fused=True, swap=False, chunk=4)
 FIXED32 = replace(FIXED16, block_m=32, fused=False)
 FIXED64 = replace(FIXED16, block_m=64, fused=False)
 FIXED_LARGE = Config("tiled", 64, 128, num_warps=8, num_stages=3, split_order=1)
@@ -81,7 +81,7 @@ FIXED_PROGRAMS = 256  # programs aimed at, whatever the device
 # From ahead-of-time compilation for sm_120a (Triton 3.6.0 and its ptxas), bf16, dependent launch.
 RESOURCES = {
     WIDE8: Resources(80, 4096),
-    NARROW8: Resources(126, 4096),
+    NARROW8: Resources(128, 4096),
     SHORT8: Resources(251, 2048),
     NARROW16: Resources(126, 4096),
     FUSED16: Resources(126, 43008),

@@ -64,13 +64,22 @@ def test_weight_loads_come_before_the_dependency_wait():
 
 
 @pytest.mark.parametrize("variant", ["LARGE", "MEDIUM"])
-def test_unit_scaled_prefill_is_block_scaled_mma(variant):
+def test_unit_scaled_prefill_is_block_scaled_mma_or_a_failed_gate(variant):
+    """Triton before 3.6 lowers dot_scaled to f16 without a word."""
     record = aot.measure(replace(VARIANTS[variant], unit_scaled=True), "sm_120a")
-    assert record["failures"] == []
-    assert record["mma"]["QMMA.SF"] == 64
+    if record["mma"].get("QMMA.SF"):
+        assert record["failures"] == []
+        assert record["mma"]["QMMA.SF"] == 64
+    else:
+        assert any("dot_scaled" in failure for failure in record["failures"])
 
 
 def test_gb10_is_native_under_the_sm120_lowering():
+    if not aot.assembler_knows("sm_121a"):
+        records = aot.report([heuristic.WIDE8], "sm_121a")
+        assert len(records) == 1
+        assert "sm_121a" in records[0]["unsupported"]
+        return
     record = aot.measure(heuristic.WIDE8, "sm_121a")
     assert record["failures"] == []
 
