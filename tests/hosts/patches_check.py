@@ -4,7 +4,8 @@
 
 With words, only patches whose name holds one of them. For each patch of sglang the real FP8 modules
 of the patched tree go through contract.py on the CPU, first without the plugin, then with it, and
-once with the plugin switched off. CUDA sources are compiled for sm_120a where nvcc is here.
+once with the plugin switched off, and the patch's own unit test runs in it. CUDA sources are
+compiled for sm_120a where nvcc is here.
 KTransformers' patches run `kt doctor` of the patched CLI against a made-up nvidia-smi, and build
 `kt run`'s command line. Large wheels are fetched once, into .hosts/.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -25,6 +27,7 @@ from sglang_kt_sm120.patches import Patch
 from tests.hosts import client, lab, patched, probe, releases
 
 CONTRACT = lab.HERE / "contract.py"
+OWN_TEST = lab.HERE / "own_test.py"
 CUTLASS = "cutlass_w8a8_block_fp8_linear_with_fallback"
 DEEP_GEMM = "deepgemm_w8a8_block_fp8_linear_with_fallback"
 FLASHINFER = "flashinfer_gemm_w8a8_block_fp8_linear_with_fallback"
@@ -133,6 +136,33 @@ def _contract(patch: Patch, release: releases.Release, tree: Path) -> Iterator[F
     yield answers[3]["asks"][0]["same"], "10.0 with the plugin: sglang's own function"
     for (_, judge), answer in zip(extra, answers[4:], strict=True):
         yield judge(answer)
+    yield from _own_test(patch, python)
+
+
+def _own_test(patch: Patch, python: Path) -> Iterator[Finding]:
+    """Run the unit test that the patch brings; nothing where it brings none."""
+    for name, text in _new_tests(patch).items():
+        with tempfile.TemporaryDirectory() as folder:
+            test = Path(folder) / Path(name).name
+            test.write_text(text)
+            command = [python, OWN_TEST, test]
+            environment = client.environment()
+            result = subprocess.run(command, env=environment, capture_output=True, text=True)
+        ran = re.search(r"RAN (\d+) SKIPPED 0", result.stderr)
+        good = not result.returncode and ran is not None and int(ran[1]) > 0
+        what = f"{ran[1]} passed" if good else result.stderr[-1500:]
+        yield good, f"its own {Path(name).name}: {what}"
+
+
+def _new_tests(patch: Patch) -> dict[str, str]:
+    """Return the test files that the patch adds, with their text."""
+    found = {}
+    for part in re.split(r"^diff --git ", patch.diff, flags=re.MULTILINE)[1:]:
+        name = re.search(r"^\+\+\+ b/(test/.*\.py)$", part, re.MULTILINE)
+        if name and "\nnew file mode " in part:
+            lines = part[name.end() :].splitlines()[2:]
+            found[name[1]] = "".join(f"{line[1:]}\n" for line in lines if line.startswith("+"))
+    return found
 
 
 def _believing(scenario: dict, capability: tuple[int, int]) -> dict:
