@@ -210,6 +210,34 @@ def stock(fp8_kernel, name: str = "stock") -> Candidate:
     return Candidate(name, prepare, tolerance=1e-2)
 
 
+def host_linear(name: str, function: Callable, scales: str = "fp32") -> Candidate:
+    """One of sglang's own block-FP8 linear functions, called as its layers call it."""
+
+    def prepare(case: Case):
+        def call(index: int) -> torch.Tensor:
+            return function(
+                input=case.x, weight=case.weights[index], block_size=[128, 128],
+                weight_scale=case.scales[index], input_scale=None, bias=None,
+            )  # fmt: skip
+
+        return call
+
+    # Their quantisers divide approximately or round scales to powers of two (UE8M0).
+    return Candidate(name, prepare, scales, tolerance=1e-2 if scales == "fp32" else 5e-2)
+
+
+def candidates(device, arch: str | None, pdl: bool, functions: dict) -> list[Candidate]:
+    """What `sglang-kt-sm120 bench` compares: ours, the host's, and reading the weight alone.
+
+    Args:
+        device: The `select.Device` that our configurations are for. arch, pdl: How to launch.
+        functions: `host.linear_functions()`: name -> (function, "fp32" or "ue8m0").
+    """
+    listed = [ours(device, arch=arch, pdl=pdl)]
+    listed += [host_linear(name, *function) for name, function in functions.items()]
+    return [*listed, streaming_read(16 * device.sm_count, pdl=pdl)]
+
+
 class _Timed:
     """A candidate's graph on a case, and the times of its replays."""
 

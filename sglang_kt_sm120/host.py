@@ -294,7 +294,31 @@ def _prepare(method, ours, layer, scale_name: str) -> None:
         _failed("warming a layer", error)
 
 
-# ---------------------------------------------------------------- the pair, by name
+# ---------------------------------------------------------------- by name
+
+
+def linear_functions() -> dict[str, tuple[Callable, str]]:
+    """Return the host's own linear functions, as baselines: name -> (function, activation scales).
+
+    Empty where sglang does not import. "ue8m0" scales are rounded to powers of two.
+    """
+    try:
+        from sglang.srt.layers.quantization import fp8_utils
+    except ImportError:
+        return {}
+    wrapper = getattr(fp8_utils, "deep_gemm_wrapper", None)
+    rounded = "ue8m0" if getattr(wrapper, "DEEPGEMM_SCALE_UE8M0", False) else "fp32"
+    names = {
+        "stock": ("triton_w8a8_block_fp8_linear", "fp32"),
+        "cutlass": ("cutlass_w8a8_block_fp8_linear_with_fallback", "fp32"),
+        "deepgemm": ("deepgemm_w8a8_block_fp8_linear_with_fallback", rounded),
+    }
+    return {
+        name: (getattr(fp8_utils, function), scales)
+        for name, (function, scales) in names.items()
+        if hasattr(fp8_utils, function)
+        and (name != "deepgemm" or getattr(wrapper, "ENABLE_JIT_DEEPGEMM", False))
+    }
 
 
 def __getattr__(name: str):

@@ -12,6 +12,7 @@ import typer
 
 from sglang_kt_sm120 import __version__
 from sglang_kt_sm120.cli import kernels, look
+from sglang_kt_sm120.cli.measure import bench
 from sglang_kt_sm120.cli.patch import patch
 
 app = typer.Typer(
@@ -20,7 +21,9 @@ app = typer.Typer(
     rich_markup_mode="rich",
     help="Block-FP8 linear layers on SM120/SM121 GPUs for sglang-kt and sglang.",
 )
-for command in (look.doctor, look.explain, kernels.graphs, kernels.warm, kernels.aot, patch):
+for command in (
+    look.doctor, look.explain, kernels.graphs, bench, kernels.aot, kernels.warm, patch,
+):  # fmt: skip
     app.command()(command)
 app.command("env")(look.env_command)
 

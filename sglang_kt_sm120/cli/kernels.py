@@ -1,4 +1,4 @@
-"""Commands that compile or run kernels: graphs, warm, aot."""
+"""Commands that compile or capture kernels: graphs, warm, aot."""
 
 from __future__ import annotations
 
@@ -152,17 +152,19 @@ def aot(
     if as_json:
         print_json(ok, kernels=records, facts=facts)
         raise typer.Exit(0 if ok else EXIT_PROBLEM)
-    columns = ("kernel", "arch", "regs", "spills", "shared B", "mma", "per SM", "gates")
-    shown = table(*columns, whole=columns[:-1])
+    columns = ("", "kernel", "arch", "regs", "shared", "mma", "/SM")
+    shown = table(*columns, whole=columns)
     for record in records:
         mma = " ".join(f"{count} {name}" for name, count in record.get("mma", {}).items())
-        numbers = [str(record.get(key, "")) for key in ("registers", "spills", "shared_bytes")]
-        failed = "[red]" + escape("; ".join(record["failures"])) + "[/]"
+        numbers = [str(record.get(key, "")) for key in ("registers", "shared_bytes")]
         shown.add_row(
-            record["name"], record["arch"], *numbers, mma, str(record.get("programs_per_sm", "")),
-            failed if record["failures"] else "[green]✓[/]",
+            "[red]✗[/]" if record["failures"] else "[green]✓[/]", record["name"], record["arch"],
+            *numbers, mma, str(record.get("programs_per_sm", "")),
         )  # fmt: skip
     out.print(shown)
+    for record in records:
+        for failure in record["failures"]:
+            err.print(f"[red]{record['arch']} {record['name']}:[/] {escape(failure)}")
     for fact in facts:
         out.print(escape(fact))
     raise typer.Exit(0 if ok else EXIT_PROBLEM)

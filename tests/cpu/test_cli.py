@@ -141,6 +141,40 @@ def test_aot_fails_where_a_gate_fails(monkeypatch):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="shows what happens without a CUDA device")
 def test_graphs_need_a_cuda_device():
     assert "needs a CUDA device" in run("graphs", code=3).stderr
+    assert "needs a CUDA device" in run("bench", code=3).stderr
+
+
+def records(us: float | None):
+    from sglang_kt_sm120 import bench
+
+    return [
+        bench.Record("layer", 2112, 7168, m, name, us=value, note="" if value else "wrong result")
+        for m in (1, 16)
+        for name, value in (("ours", us), ("stock", 35.0), ("read", 4.0))
+    ]
+
+
+@pytest.mark.parametrize(("us", "code"), [(7.0, 0), (None, 1)])
+def test_bench_writes_what_it_timed(us, code, monkeypatch, tmp_path):
+    """A wrong result of ours is exit 1; timing itself is tested on a GPU."""
+    from sglang_kt_sm120 import bench
+
+    gpu = devices.describe(RTX)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(devices, "device", lambda index: gpu)
+    monkeypatch.setattr(devices, "arch", lambda index: None)
+    monkeypatch.setattr(
+        bench, "run", lambda *a, progress, **k: progress(records(us)) or records(us)
+    )
+    monkeypatch.setattr(bench, "environment", lambda: {"gpu": RTX})
+    files = tmp_path / "out.csv", tmp_path / "out.png"
+    arguments = ("--set", "deepseek-r1", "--csv", str(files[0]), "--plot", str(files[1]))
+    answer = json.loads(run("bench", *arguments, "--json", code=code).stdout)
+    assert answer["ok"] is (code == 0)
+    assert len(answer["records"]) == 6
+    assert files[0].read_text().startswith("shape,n,k,m,candidate,us")
+    assert files[1].read_bytes().startswith(b"\x89PNG")
+    assert "35.00" in run("bench", code=code).stdout
 
 
 def test_version():

@@ -70,7 +70,7 @@ def test_a_plain_install_brings_no_second_owner():
 
 def test_extras():
     assert set(PROJECT["optional-dependencies"]) == {
-        "kt", "sglang", "flashinfer", "deepgemm", "test", "dev",
+        "kt", "sglang", "flashinfer", "deepgemm", "plot", "test", "dev",
     }  # fmt: skip
     readme = (ROOT / "README.md").read_text()
     for extra in ("sglang", "deepgemm"):
