@@ -6,7 +6,7 @@ BIN   := $(VENV)/bin
 ARGS  ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help test lint fmt demo capture-graphs doctor wheel docs clean
+.PHONY: help test test-hosts lint fmt demo capture-graphs doctor wheel docs patches-check clean
 
 help: ## List the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -20,6 +20,7 @@ $(BIN)/.ready: pyproject.toml
 	@touch $@
 
 test: $(BIN)/.ready ## Run every test that this machine can run
+	$(BIN)/python -m tests.hosts.lab install
 	$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
 
 lint: $(BIN)/.ready ## Check style
@@ -30,6 +31,9 @@ fmt: $(BIN)/.ready ## Format
 
 demo: $(BIN)/.ready ## Show the crash of the real sglang-kt, and the plugin's answer (no GPU needed)
 	$(BIN)/python -m tests.hosts.demo $(ARGS)
+
+patches-check: $(BIN)/.ready ## Apply every patch to its release and run the patched trees (minutes)
+	$(BIN)/python -m tests.hosts.patches_check $(ARGS)
 
 capture-graphs: ## Capture, replay and compare CUDA graphs on this machine's GPU
 	@if [ -n "$$VIRTUAL_ENV$$CONDA_PREFIX" ]; then py=python; else $(MAKE) -s $(BIN)/.ready; py=$(BIN)/python; fi; \
