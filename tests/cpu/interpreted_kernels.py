@@ -124,16 +124,16 @@ def test_every_variant(name, n, k):
                 assert torch.equal(out, again)
 
 
-@pytest.mark.parametrize("m", [1, 2, 3, 5, 7, 16, 33, 64, 65, 83, 129])
+@pytest.mark.parametrize("m", [1, 2, 7, 16, 33, 64, 65, 129])
 @pytest.mark.parametrize("device", [DEVICE, SMALL], ids=["188", "2"])
 def test_chosen_configs(m, device):
-    x, weight, scale = operands(m, 144, 640)
+    x, weight, scale = operands(m, 144, 384)
     codes, x_scale = quantised(x)
     expected = product(codes, x_scale, weight, scale)
     for deterministic in (False, True):
         for prequantised in (False, True):
             problem = SimpleNamespace(
-                m=m, n=144, k=640, prequantised=prequantised, deterministic=deterministic
+                m=m, n=144, k=384, prequantised=prequantised, deterministic=deterministic
             )
             config = heuristic.config_for(problem, device)
             given = (codes, weight, scale, config, x_scale) if prequantised else None
@@ -150,10 +150,10 @@ def test_fp16_output():
 
 
 def test_deterministic_rows_do_not_depend_on_m():
-    x, weight, scale = operands(70, 144, 896)
+    x, weight, scale = operands(70, 144, 640)
     first = None
-    for m in (1, 2, 16, 17, 64, 65, 70):
-        problem = SimpleNamespace(m=m, n=144, k=896, prequantised=False, deterministic=True)
+    for m in (1, 16, 17, 64, 70):
+        problem = SimpleNamespace(m=m, n=144, k=640, prequantised=False, deterministic=True)
         config = heuristic.config_for(problem, DEVICE)
         row = run(x[:m], weight, scale, config)[0]
         first = row if first is None else first
