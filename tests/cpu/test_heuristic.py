@@ -1,0 +1,101 @@
+"""The schedule tables: every SM busy, one wave, equal parts, enough counters."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from sglang_kt_sm120 import heuristic, shapes
+
+CARDS = {
+    "RTX PRO 6000": SimpleNamespace(capability=(12, 0), sm_count=188, shared_bytes=101376),
+    "RTX 5090": SimpleNamespace(capability=(12, 0), sm_count=170, shared_bytes=101376),
+    "GB10": SimpleNamespace(capability=(12, 1), sm_count=48, shared_bytes=101376),
+    "H200": SimpleNamespace(capability=(9, 0), sm_count=132, shared_bytes=232448),
+}
+SHAPES = sorted(
+    {
+        (layer.n, layer.k)
+        for name in ("deepseek-r1", "qwen3.6-27b")
+        for layer in shapes.SHAPE_SETS[name]
+    }
+)
+DECODE = (1, 2, 7, 8, 9, 16, 17, 32, 33, 64)
+
+
+def choose(m, n, k, card, **flags):
+    return heuristic.config_for(heuristic.Case(m, n, k, **flags), CARDS[card])
+
+
+def programs(config, m, n):
+    tiles = -(-n // config.block_n) * -(-m // config.block_m)
+    return tiles * config.splits
+
+
+@pytest.mark.parametrize("card", CARDS)
+@pytest.mark.parametrize("m", DECODE)
+def test_every_sm_has_work_in_decode(card, m):
+    for n, k in SHAPES:
+        config = choose(m, n, k, card)
+        assert programs(config, m, n) >= CARDS[card].sm_count, (n, k, config)
+
+
+@pytest.mark.parametrize("card", CARDS)
+@pytest.mark.parametrize("prequantised", [False, True])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_configs_are_possible(card, prequantised, deterministic):
+    tails = [(16, 128), (8, 256), (576, 7168), (1, 128), (129280, 7168), (7168, 256)]
+    for n, k in [*SHAPES, *tails]:
+        counters = heuristic.counters_needed(n, k)
+        for m in (*DECODE, 65, 129, 1000, 100_000):
+            flags = {"prequantised": prequantised, "deterministic": deterministic}
+            config = choose(m, n, k, card, **flags)
+            steps = -(-k // (128 * config.unroll))
+            assert 1 <= config.splits <= min(steps, heuristic.MAX_SPLITS)
+            assert 128 % config.block_n == 0, "a tile has one weight scale row"
+            assert not (prequantised and config.fused)
+            if config.kernel == "direct":
+                assert m <= config.block_m
+                assert config.block_n % (16 * config.num_warps) == 0
+            if m <= 64:
+                assert -(-n // config.block_n) * -(-m // config.block_m) <= counters
+
+
+@pytest.mark.parametrize(("steps", "at_most"), [(56, 19), (16, 11), (136, 16), (1, 9), (7, 0)])
+def test_equal_splits(steps, at_most):
+    splits = heuristic.equal_splits(steps, at_most)
+    longest = -(-steps // splits)
+    allowed = max(1, min(at_most, steps, heuristic.MAX_SPLITS))
+    assert splits <= allowed
+    assert longest == -(-steps // allowed), "fewer splits must not make the longest part longer"
+    assert splits == 1 or -(-steps // (splits - 1)) > longest, "nor may one fewer do as well"
+
+
+def test_a_wave_counts_registers_by_sub_partition():
+    """220 registers are two warps in each quarter of an SM, not nine warps in an SM."""
+    need = heuristic.Resources(220, 1024)
+    assert heuristic.resident(need, 1, CARDS["H200"]) == 8
+
+
+def test_a_fixed_order_depends_on_the_weight_alone():
+    for n, k in SHAPES:
+        splits = {
+            max(config.splits, config.split_order)
+            for card in CARDS
+            for m in (1, 16, 17, 64, 65, 257, 5000)
+            for config in [choose(m, n, k, card, deterministic=True)]
+        }
+        assert splits == {heuristic.fixed_splits(n, k)}
+
+
+def test_geforce_prefill_can_ask_for_the_block_scaled_instruction():
+    card = SimpleNamespace(**vars(CARDS["RTX 5090"]), mma="block_scale")
+    assert heuristic.config_for(heuristic.Case(4096, 7168, 2048), card).unit_scaled
+    assert not heuristic.config_for(heuristic.Case(4, 7168, 2048), card).unit_scaled
+    assert not choose(4096, 7168, 2048, "RTX PRO 6000").unit_scaled
+
+
+def test_all_configs_are_one_per_compilation():
+    configs = heuristic.all_configs(SHAPES, CARDS["RTX PRO 6000"])
+    assert len({config.variant() for config in configs}) == len(configs) <= 12
