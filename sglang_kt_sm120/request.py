@@ -48,8 +48,10 @@ def requested(fp8_utils) -> Request:
 def server_argument(fp8_utils, name: str):
     """Return a server argument of this process, or None where no server was configured."""
     try:
-        if hasattr(fp8_utils, "get_exec"):  # sglang >= 0.5.22
-            return getattr(fp8_utils.get_exec().kernel, name, None)
+        if hasattr(fp8_utils, "get_exec"):  # sglang >= 0.5.17 keeps arguments in bags
+            bag = fp8_utils.get_exec()
+            bag = bag.deterministic if name == "enable_deterministic_inference" else bag.kernel
+            return getattr(bag, name, None)
         from sglang.srt.server_args import get_global_server_args
 
         return getattr(get_global_server_args(), name, None)

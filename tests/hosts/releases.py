@@ -15,6 +15,7 @@ environment with one more line.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import shutil
 import subprocess
@@ -36,9 +37,13 @@ PINNED = ("flashinfer-python", "transformers", "transformers-kt", "compressed-te
 OPEN = {"compressed-tensors": "0.18.0"}
 #: transformers 4 and 5 exclude each other's huggingface-hub.
 HUB = {"4": "0.36.0", "5": "1.33.0"}
+#: What a transformers refuses to be imported without, where common.txt has an older one.
+TOKENIZERS = {"5.19.0": {"tokenizers": "0.23.1"}}
 PLATFORMS = ("manylinux_2_39", "manylinux_2_35", "manylinux_2_34", "manylinux_2_28",
              "manylinux_2_17", "manylinux2014")  # fmt: skip
-KEPT = (".py", ".json", ".jinja", ".txt")
+#: sglang looks for the folder of its CUDA sources; FlashInfer's CUTLASS is a thousand files.
+KEPT = (".py", ".json", ".jinja", ".txt", ".cuh")
+LEFT = "flashinfer/data/"
 
 
 @dataclass(frozen=True)
@@ -55,10 +60,11 @@ class Release:
 
 @dataclass(frozen=True)
 class Host:
-    """A built host: its interpreter, and the pinned packages beside it."""
+    """A built host: its interpreter, its sglang, and the pinned packages beside it."""
 
     release: Release
     root: Path
+    own: Path
     pins: dict[str, str]
 
     @property
@@ -87,17 +93,21 @@ def build(release: Release, progress: lab.Progress = lab.show) -> Host:
     own = package(release.name, release.version, progress)
     pins = pinned(own)
     layers = [own, *(package(*pin, progress) for pin in pins.items())]
-    layers += [lab._build("common", lab._common, progress), _torch(progress)]
+    layers += [lab._build(name, lab._common, progress) for name in ("released-common", "common")]
+    layers.append(_torch(progress))
     root = lab.ROOT / "released" / str(release)
-    return Host(release, _venv(root, layers), pins)
+    return Host(release, _venv(root, layers), own, pins)
 
 
-def with_plugin(host: Host, plugin: Path) -> Host:
-    """Return `host` as after `pip install`: its interpreter's start-up finds the plugin."""
-    root = host.root.with_name(f"{host.root.name}-{plugin.name}")
+def with_plugin(host: Host, plugin: Path, hook: bool = True) -> Host:
+    """Return `host` as after `pip install`: its interpreter's start-up finds the plugin.
+
+    Without `hook` the plugin can be imported and has its metadata, but no line runs at start-up.
+    """
+    root = host.root.with_name(f"{host.root.name}-{plugin.name}{'' if hook else '-loader'}")
     layers = _site(host.root).joinpath("layers.pth").read_text().splitlines()
-    start = f"import site; site.addsitedir({str(plugin)!r})"
-    return Host(host.release, _venv(root, [*layers, start]), host.pins)
+    line = f"import site; site.addsitedir({str(plugin)!r})" if hook else plugin
+    return dataclasses.replace(host, root=_venv(root, [*layers, line]))
 
 
 def pinned(folder: Path) -> dict[str, str]:
@@ -111,7 +121,7 @@ def pinned(folder: Path) -> dict[str, str]:
             pins[name] = found[1] or OPEN[name]
     pins.setdefault("compressed-tensors", OPEN["compressed-tensors"])
     transformers = pins.get("transformers") or pins["transformers-kt"]
-    return pins | {"huggingface-hub": HUB[transformers[0]]}
+    return pins | {"huggingface-hub": HUB[transformers[0]]} | TOKENIZERS.get(transformers, {})
 
 
 def package(name: str, version: str, progress: lab.Progress = lab.show) -> Path:
@@ -125,10 +135,15 @@ def package(name: str, version: str, progress: lab.Progress = lab.show) -> Path:
             _download(f"{name}=={version}", download)
             wheel = next(Path(download).glob("*.whl"))
             with zipfile.ZipFile(wheel) as archive:
-                kept = [n for n in archive.namelist() if n.endswith(KEPT) or ".dist-info/" in n]
-                archive.extractall(target, kept)
+                archive.extractall(target, filter(_kept, archive.namelist()))
 
     return lab._build(f"package-{folder}", make, progress)
+
+
+def _kept(name: str) -> bool:
+    if name.startswith("sglang/") or name.startswith(LEFT):
+        return name.endswith(KEPT) and not name.startswith(LEFT)
+    return True
 
 
 def _download(requirement: str, folder: str) -> None:

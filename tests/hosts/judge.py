@@ -1,0 +1,140 @@
+"""What must hold of a played contract (play.py), whatever the release: findings, not exceptions.
+
+A finding is one sentence that says what did not hold and where. The same rules serve `make test`
+for one release per era and `make test-hosts` for all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+#: Against float64 on the same quantised operands only the rounding to bf16 is left: half an ulp.
+ROUNDING = 2.0**-9
+#: e4m3 keeps three bits of mantissa: at most 2^-4 per activation, less in the 2-norm.
+QUANTISATION = 2.0**-4
+#: What the plugin answers by default; every other request is the host's.
+OURS = ("auto", "triton", "flashinfer_trtllm")
+FLASHINFER = "flashinfer_gemm_w8a8_block_fp8_linear"
+REMEDY = "--fp8-gemm-backend auto or triton"
+NO_BLOCK = "no block FP8 in this release's compressed-tensors"
+
+
+def findings(played: dict[str, dict]) -> list[str]:
+    """Return everything that did not hold in `{scenario's name: what was observed}`."""
+    found = []
+    for name, result in played.items():
+        if "died" in result:
+            found.append(f"{name}: the host's process died: {result['died'][-400:]}")
+            continue
+        rules = _stock if name.startswith("stock") else _with_plugin
+        found += [f"{name}: {finding}" for finding in rules(name, result, played)]
+    return found
+
+
+def _stock(name: str, result: dict, played: dict) -> Iterator[str]:
+    if result["wrapped"] or "sglang_kt_sm120" in result["imported"]:
+        yield "the plugin is in a process that is meant to be stock"
+    for ask in result["asks"]:
+        if "got" not in ask:
+            yield f"{ask['backend']}: {ask['error']['message']}"
+
+
+def _with_plugin(name: str, result: dict, played: dict) -> Iterator[str]:
+    _, capability, state = name.split(", ")
+    if state == "switched off":
+        yield from _switched_off(result, played)
+        return
+    if not result["wrapped"] or result["twice"]:
+        yield "dispatch is not wrapped exactly once"
+    for level, text in result["log"]:
+        if level == "ERROR" and not text.startswith("sglang refuses"):
+            yield f"the plugin logged an error: {text[:200]}"
+    for ask in result["asks"]:
+        label = f"{ask['backend']} ({ask['method']})"
+        if not capability.startswith("12."):
+            if not ask.get("same"):
+                yield f"{label}: not the host's own function object but {ask.get('got')}"
+        elif ask["stock"].startswith("refused"):
+            yield from _refused(ask, label, result)
+        elif ask.get("error", {}).get("message") == NO_BLOCK:
+            continue
+        elif _theirs(ask, state, result):
+            if not ask.get("same"):
+                yield f"{label}: not the host's own function object but {ask.get('got')}"
+        else:
+            yield from _ours(ask, label)
+    if state == "deterministic" and not all(ask.get("deterministic") for ask in result["asks"]):
+        yield "--enable-deterministic-inference did not reach the choice of kernels"
+    if state.startswith("SGLANG_ENABLE_FLASHINFER"):
+        read = result["reads"][state] and result["asks"][0]["stock"].startswith(FLASHINFER)
+        warned = [text for level, text in result["log"] if level == "WARNING"]
+        if len(warned) != read or (read and state not in warned[0]):
+            yield f"{'one' if read else 'no'} warning about the variable expected: {warned}"
+
+
+def _theirs(ask: dict, state: str, result: dict) -> bool:
+    if state == "SGLANG_SUPPORT_CUTLASS_BLOCK_FP8":  # counts where the host turned it into cutlass
+        return result["reads"].get(state, False)
+    return ask["backend"] not in OURS
+
+
+def _refused(ask: dict, label: str, result: dict) -> Iterator[str]:
+    """A refusal of the host's own stands, word for word, with our line that says what works."""
+    message = ask.get("error", {}).get("message", "nothing")
+    if ask["stock"] != f"refused: {message}":
+        yield f"{label}: the host refuses ({ask['stock'][:80]}), we: {message[:80]}"
+    if not any(level == "ERROR" and REMEDY in text for level, text in result["log"]):
+        yield f"{label}: refused without a line that names what works"
+
+
+def _ours(ask: dict, label: str) -> Iterator[str]:
+    if "error" in ask:
+        error = ask["error"]
+        yield f"{label}: {error['type']}: {error['message'][:200]} at {error['frames'][-2:]}"
+        return
+    if not ask["ours"]:
+        yield f"{label}: not served by the plugin but by {ask['got']}"
+        return
+    if not ask["load"]:
+        return
+    output = ask["output"]
+    if ask["scale"] != "torch.float32":
+        yield f"{label}: weight scales are {ask['scale']}"
+    elif not (output["quantised"] < ROUNDING and output["exact"] < QUANTISATION):
+        yield f"{label}: wrong numbers: {output}"
+
+
+def _switched_off(result: dict, played: dict) -> Iterator[str]:
+    stock = played["stock, 12.0, off"]["asks"][0]
+    if result["wrapped"] or "sglang_kt_sm120.host" in result["imported"] or result["log"]:
+        yield "something of the plugin is left"
+    for ask in result["asks"]:
+        if not ask["stock"].startswith("refused") and not ask.get("same"):
+            yield f"{ask['backend']}: not the host's own function object"
+    if result["asks"][0].get("got") != stock["got"]:
+        yield f"auto gives {result['asks'][0].get('got')}, stock {stock['got']}"
+
+
+def loader_findings(loader: dict[str, list[dict]]) -> list[str]:
+    """Return what did not hold of sglang's own plugin loader (play.loader)."""
+    found = []
+    #: (wrapped when fp8_utils was imported, wrapped after the loader) per scenario.
+    expected = {
+        "hook": [(True, True), (True, True), (False, False), (True, True)],
+        "loader": [(False, True), (False, True), (False, False), (False, False)],
+    }
+    names = ("no allow-list", "allow-list with us", "allow-list without us", "no loader")
+    for way, results in loader.items():
+        for name, result, (hooked, wrapped) in zip(names, results, expected[way], strict=True):
+            where = f"{way}, {name}"
+            if "died" in result:
+                found.append(f"{where}: died")
+                continue
+            if result["armed"] is not (way == "hook"):
+                found.append(f"{where}: start-up hook armed: {result['armed']}")
+            if (result["hooked"], result["wrapped"]) != (hooked, wrapped) or result["twice"]:
+                found.append(f"{where}: wrapped {result['hooked']}, {result['wrapped']}")
+            ask = result["asks"][0]
+            if ask["ours"] is not wrapped or ask["same"] is wrapped:
+                found.append(f"{where}: dispatch gives {ask['got']}")
+    return found

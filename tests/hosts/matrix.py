@@ -1,0 +1,194 @@
+"""`make test-hosts`: the contract on every released host; writes docs/compatibility.{md,json}.
+
+    python -m tests.hosts.matrix                    # all of requirements/releases.txt
+    python -m tests.hosts.matrix sglang==0.5.17     # one
+    python -m tests.hosts.matrix --newest           # the newest of each, by name; writes nothing
+
+Every release is played (play.py) and judged (judge.py). A record per release lies in
+`.hosts/records/HASH`, HASH being that of this project's sources, so that a run can be broken off
+and taken up again. Two releases are played at a time.
+
+Where every sglang module that took part in a release's play is the same file, byte for byte, in the
+next release with the same pins, only the central scenario is played there, and the rest of the
+record is the first one's; the notes say so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from tests.hosts import compatibility, judge, lab, play, releases
+
+CENTRAL = "plugin, 12.0, off"
+#: Differ between any two releases, and nothing but a version is in them.
+VERSION_FILES = ("sglang/version.py", "sglang/_version.py")
+console = Console(stderr=True)
+
+
+class Matrix:
+    """One run: its plugin, its records, and who plays what."""
+
+    def __init__(self, plugin: Path, progress: Progress):
+        self.plugin, self.progress = plugin, progress
+        self.records = lab.ROOT / "records" / plugin.name.removeprefix("plugin-")
+        self.records.mkdir(parents=True, exist_ok=True)
+        self.lock = threading.Lock()
+        self.done: list[dict] = []
+
+    def group(self, group: list[releases.Release], task) -> None:
+        """Play releases with the same pins in one process, oldest first."""
+        stage = None
+        try:
+            for release in group:
+                host = releases.build(release, lambda *a: None)
+                path = self.records / f"{release}.json"
+                if path.is_file():
+                    record = json.loads(path.read_text())
+                else:
+                    stage = stage or play.Stage(host, self.plugin)
+                    record = self.play(release, host, stage)
+                    path.write_text(json.dumps(record))
+                with self.lock:
+                    self.done.append(record)
+                    self.progress.update(task, advance=1, description=str(release))
+                    for finding in record["findings"]:
+                        self.progress.console.print(f"[red]{release}[/]: {finding}", markup=True)
+        finally:
+            if stage is not None:
+                stage.close()
+
+    def play(self, release: releases.Release, host: releases.Host, stage: play.Stage) -> dict:
+        started = time.monotonic()
+        scenarios = play.scenarios(release, full=True)
+        central = stage.play(host, CENTRAL, scenarios[CENTRAL])
+        twin = self.twin(host)
+        if twin is not None and _gist(twin["played"][CENTRAL]) == _gist(central):
+            played, sources, loader = twin["played"], twin["sources"], twin["loader"]
+        else:
+            twin = None
+            played = {
+                name: central if name == CENTRAL else stage.play(host, name, scenario)
+                for name, scenario in scenarios.items()
+            }
+            names = {n for result in played.values() for n in result.pop("sources", ())}
+            sources = _hashes(host.own, names)
+            loader = {}
+            if (host.own / "sglang" / "srt" / "plugins" / "__init__.py").is_file():
+                loader = play.loader(host, self.plugin)
+        found = judge.findings(played) + judge.loader_findings(loader)
+        return {
+            "distribution": release.name,
+            "version": release.version,
+            "pins": host.pins,
+            "played": played,
+            "loader": loader,
+            "sources": sources,
+            "twin": twin and twin["version"],
+            "findings": found,
+            "seconds": round(time.monotonic() - started),
+        }
+
+    def twin(self, host: releases.Host) -> dict | None:
+        with self.lock:
+            candidates = [record for record in self.done if record["pins"] == host.pins]
+        for record in candidates:
+            same = record["distribution"] == host.release.name and not record["twin"]
+            if same and _hashes(host.own, record["sources"]) == record["sources"]:
+                return record
+        return None
+
+
+def _gist(result: dict) -> list:
+    """What was observed, without what is random (the numbers) or of the moment."""
+    left_out = ("output",)
+    return [
+        result.get("wrapped"),
+        result.get("log"),
+        [{k: v for k, v in ask.items() if k not in left_out} for ask in result.get("asks", ())],
+    ]
+
+
+def _hashes(folder: Path, names) -> dict[str, str | None]:
+    hashes = {}
+    for name in sorted(set(names) - set(VERSION_FILES)):
+        file = folder / name
+        hashes[name] = hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else None
+    return hashes
+
+
+def groups(chosen: list[releases.Release]) -> list[list[releases.Release]]:
+    """Return the releases by their pins, the largest groups first."""
+    by_pins: dict[str, list[releases.Release]] = {}
+    for release in chosen:
+        pins = json.dumps([release.name, releases.build(release, lambda *a: None).pins])
+        by_pins.setdefault(pins, []).append(release)
+    return sorted(by_pins.values(), key=len, reverse=True)
+
+
+def newest() -> list[releases.Release]:
+    """Ask the registry for the newest release of both distributions, by name."""
+    found = []
+    for name in ("sglang-kt", "sglang"):
+        command = [sys.executable, "-m", "pip", "index", "versions", name]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        found.append(releases.Release(name, said.partition("(")[2].partition(")")[0]))
+    return found
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.hosts.matrix", description=__doc__)
+    parser.add_argument("release", nargs="*", help="DISTRIBUTION==VERSION; default: all")
+    parser.add_argument("--newest", action="store_true", help="the newest of each, by name")
+    parser.add_argument(
+        "--plugin", type=Path, help="an installed copy of this project to play with"
+    )
+    parser.add_argument("--report", action="store_true", help="only write docs from the records")
+    parser.add_argument(
+        "--torch", metavar="VERSION", help="op, compile and aot tests on this torch"
+    )
+    chosen = parser.parse_args(arguments)
+    if chosen.torch:
+        from tests.hosts import other_torch
+
+        return other_torch.run(chosen.torch)
+    played = releases.released()
+    if chosen.newest:
+        played = newest()
+    elif chosen.release:
+        played = [releases.Release(*name.split("==")) for name in chosen.release]
+    text = TextColumn("{task.description:<24}")
+    with Progress(
+        text, BarColumn(30), MofNCompleteColumn(), TimeElapsedColumn(), console=console
+    ) as progress:
+        matrix = Matrix(chosen.plugin or lab.plugin(), progress)
+        if chosen.report:
+            matrix.done = [json.loads(f.read_text()) for f in matrix.records.glob("*.json")]
+        else:
+            task = progress.add_task("fetching", total=len(played))
+            with ThreadPoolExecutor(2) as pool:
+                work = [pool.submit(matrix.group, group, task) for group in groups(played)]
+            for future in work:
+                future.result()
+    order = [str(release) for release in played]
+    done = [r for r in matrix.done if f"{r['distribution']}-{r['version']}" in order]
+    done.sort(key=lambda r: order.index(f"{r['distribution']}-{r['version']}"))
+    if not chosen.release and not chosen.newest:
+        compatibility.write(done)
+    bad = [record for record in done if record["findings"]]
+    console.print(f"{len(done)} releases played, {len(bad)} with findings")
+    return 1 if bad or len(done) < len(played) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
