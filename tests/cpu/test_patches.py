@@ -67,13 +67,21 @@ def test_it_applies_to_its_release(patch, tmp_path: Path):
     source = patched.tree(*patched.release(patch), fetch=False)
     if source is None:
         pytest.skip(f"{' '.join(patched.release(patch))} is not here; make patches-check gets it")
-    written: list[str] = []
     for step in patched.series(patch):
-        for name in written:
-            assert (tmp_path / "tree" / name).is_file()
-        base = _overlay(source, tmp_path / "tree", step)
-        written = patched.apply(step, base, tmp_path / "tree")
-    assert written
+        written = patched.apply(step, _overlay(source, tmp_path / "tree", step), tmp_path / "tree")
+        assert all((tmp_path / "tree" / name).is_file() for name in written)
+
+
+@pytest.mark.hosts
+@pytest.mark.parametrize("target", sorted({p.path.parent for p in PATCHES if _kind(p) == "send"}))
+def test_all_for_one_target_apply_together(target, tmp_path):
+    """Each stands on its base alone; in the order of their numbers they also apply together."""
+    patches = [patch for patch in PATCHES if patch.path.parent == target]
+    source = patched.tree(*patched.release(patches[0]), fetch=False)
+    if source is None:
+        pytest.skip(f"{' '.join(patched.release(patches[0]))} is not here")
+    for step in patches:
+        patched.apply(step, _overlay(source, tmp_path / "tree", step), tmp_path / "tree")
 
 
 def _overlay(source: Path, done: Path, step: Patch) -> Path:
