@@ -15,6 +15,8 @@ SHORT = {
     "cutlass_w8a8_block_fp8_linear_with_fallback": "CUTLASS",
     "triton_w8a8_block_fp8_linear": "Triton",
 }
+#: Where sglang's own function was called: without the plugin, and with it switched off.
+CRASHES = {"on": "stock, 12.0, on", "off": "plugin, 12.0, switched off"}
 HEAD = """# Every released host
 
 Made by `make test-hosts`, from the real wheels: each release's own Python with the FlashInfer and
@@ -70,7 +72,7 @@ def _stock(played: dict) -> str:
         answers[capability] = [SHORT.get(n.get("stock", "?"), n.get("stock", "?")) for n in names]
     shown = []
     for state, answer in zip(play.DEEP_GEMM, answers["12.0"], strict=True):
-        error = _ask(played, f"stock, 12.0, {state}").get("error")
+        error = _ask(played, CRASHES[state]).get("error") if state in CRASHES else None
         crash = f" ({error['type']}: {_brief(error['message'])})" if error else ""
         shown.append(answer + crash)
     other = "" if answers["12.1"] == answers["12.0"] else f"; 12.1: {' / '.join(answers['12.1'])}"

@@ -63,7 +63,7 @@ def _with_plugin(name: str, result: dict, played: dict) -> Iterator[str]:
                 yield f"{label}: not the host's own function object but {ask.get('got')}"
         else:
             yield from _ours(ask, label)
-    if state == "deterministic" and not all(ask.get("deterministic") for ask in result["asks"]):
+    if (capability, state) == ("12.1", "absent") and not result["asks"][0].get("deterministic"):
         yield "--enable-deterministic-inference did not reach the choice of kernels"
     if state.startswith("SGLANG_ENABLE_FLASHINFER"):
         read = result["reads"][state] and result["asks"][0]["stock"].startswith(FLASHINFER)
@@ -105,14 +105,14 @@ def _ours(ask: dict, label: str) -> Iterator[str]:
 
 
 def _switched_off(result: dict, played: dict) -> Iterator[str]:
-    stock = played["stock, 12.0, off"]["asks"][0]
     if result["wrapped"] or "sglang_kt_sm120.host" in result["imported"] or result["log"]:
         yield "something of the plugin is left"
     for ask in result["asks"]:
         if not ask["stock"].startswith("refused") and not ask.get("same"):
             yield f"{ask['backend']}: not the host's own function object"
-    if result["asks"][0].get("got") != stock["got"]:
-        yield f"auto gives {result['asks'][0].get('got')}, stock {stock['got']}"
+    with_us = played["plugin, 12.0, off"]["asks"][0]["stock"]
+    if result["asks"][0].get("got") != with_us:
+        yield f"auto gives {result['asks'][0].get('got')}; with the plugin sglang's is {with_us}"
 
 
 def loader_findings(loader: dict[str, list[dict]]) -> list[str]:

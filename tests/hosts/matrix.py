@@ -85,7 +85,9 @@ class Matrix:
             sources = _hashes(host.own, names)
             loader = {}
             if (host.own / "sglang" / "srt" / "plugins" / "__init__.py").is_file():
-                loader = play.loader(host, self.plugin)
+                loader = play.loader_alone(host, stage)
+                if release.era:
+                    loader |= play.loader(host, self.plugin)
         found = judge.findings(played) + judge.loader_findings(loader)
         return {
             "distribution": release.name,
@@ -153,6 +155,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--plugin", type=Path, help="an installed copy of this project to play with"
     )
+    parser.add_argument("--jobs", type=int, default=2, help="releases at a time")
     parser.add_argument("--report", action="store_true", help="only write docs from the records")
     parser.add_argument(
         "--torch", metavar="VERSION", help="op, compile and aot tests on this torch"
@@ -176,7 +179,7 @@ def main(arguments: list[str] | None = None) -> int:
             matrix.done = [json.loads(f.read_text()) for f in matrix.records.glob("*.json")]
         else:
             task = progress.add_task("fetching", total=len(played))
-            with ThreadPoolExecutor(2) as pool:
+            with ThreadPoolExecutor(chosen.jobs) as pool:
                 work = [pool.submit(matrix.group, group, task) for group in groups(played)]
             for future in work:
                 future.result()

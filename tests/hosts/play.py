@@ -27,11 +27,8 @@ COMPRESSED = {"method": "compressed-tensors"}
 
 def scenarios(release: releases.Release, full: bool) -> dict[str, dict]:
     """Return what is played on `release`, by name; those with "plugin" have it installed."""
-    crash = {"asks": [{"load": "crash"}]}
-    played = {
-        "stock, 12.0, off": {**crash, "env": OFF},
-        "stock, 12.0, on": {**crash, **ON},
-    }
+    crash = {"load": "crash"}
+    played = {"stock, 12.0, on": {**ON, "asks": [crash]}}
     for capability in ("12.0", "12.1"):
         for state, how in DEEP_GEMM.items():
             if full or (capability, state) in (("12.0", "off"), ("12.0", "on"), ("12.1", "absent")):
@@ -40,19 +37,18 @@ def scenarios(release: releases.Release, full: bool) -> dict[str, dict]:
                 if full or (capability, state) == ("12.0", "off"):
                     asks.append("every backend")
                 played[f"plugin, {capability}, {state}"] = {**how, "asks": asks}
+    deterministic = {"enable_deterministic_inference": True}
+    played["plugin, 12.1, absent"]["arguments"] = deterministic
     for variable in _variables(release)[: None if full else 1]:
         played[f"plugin, 12.0, {variable}"] = {"env": OFF | {variable: "1"}}
     off = OFF | {"SGLANG_KT_SM120_ENABLE": "0"}
-    played["plugin, 12.0, switched off"] = {"env": off, "asks": [{"load": False}, "every backend"]}
+    played["plugin, 12.0, switched off"] = {"env": off, "asks": [crash, "every backend"]}
     elsewhere = [{"load": False}, {"backend": "triton", "load": False}]
     played["plugin, 9.0, on"] = {**ON, "asks": elsewhere}
     if full:
         for capability in ("8.9", "10.0"):
             played[f"plugin, {capability}, on"] = played["plugin, 9.0, on"]
         played["plugin, 12.0, not initialised"] = {**ON, "initialise": False}
-        played["plugin, 12.0, deterministic"] = {
-            "env": OFF, "arguments": {"enable_deterministic_inference": True},
-        }  # fmt: skip
     return played
 
 
@@ -84,6 +80,9 @@ class Stage(client.Probe):
         if kind == "plugin":
             env = {"SGLANG_KT_SM120_TEST_CAPABILITY": capability} | scenario.get("env", {})
             scenario |= {"plugin": str(self.plugin), "env": env}
+        return self.try_asking(**scenario)
+
+    def try_asking(self, **scenario) -> dict:
         try:
             return self.ask(**scenario)
         except client.ProbeError as error:
@@ -101,15 +100,25 @@ def loader(host: releases.Host, plugin: Path) -> dict[str, list[dict]]:
     Under "hook" the plugin is installed, start-up hook and all; under "loader" only its package and
     metadata are there, so that nothing but sglang's loader can bring it in.
     """
+    return {
+        way: _spawned(releases.with_plugin(host, plugin, hook=way == "hook"), _loading())
+        for way in ("hook", "loader")
+    }
+
+
+def loader_alone(host: releases.Host, stage: Stage) -> dict[str, list[dict]]:
+    """As `loader`, the second half, in forks of a process that is up already."""
+    ask = {"path": [str(host.own), str(stage.plugin)], "capability": [12, 0]}
+    return {"loader": [stage.try_asking(**ask, **scenario) for scenario in _loading()]}
+
+
+def _loading() -> list[dict]:
+    """Scenarios without an allow-list, with one that names us, one that does not; no loader."""
     allowed = ({}, {"SGLANG_PLUGINS": "other,kt_sm120"}, {"SGLANG_PLUGINS": "other"})
     env = OFF | {"SGLANG_KT_SM120_TEST_CAPABILITY": "12.0"}
     asks = [{"load": False}]
     played = [{"loader": True, "env": env | names, "asks": asks} for names in allowed]
-    one_batch = {"env": env, "asks": [{}]}  # sglang.bench_one_batch never calls the loader
-    return {
-        way: _spawned(releases.with_plugin(host, plugin, hook=way == "hook"), scenarios)
-        for way, scenarios in (("hook", [*played, one_batch]), ("loader", [*played, one_batch]))
-    }
+    return [*played, {"env": env, "asks": asks}]  # sglang.bench_one_batch never calls the loader
 
 
 def _spawned(host: releases.Host, scenarios: list[dict]) -> list[dict]:

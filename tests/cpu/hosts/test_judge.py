@@ -8,6 +8,7 @@ import pytest
 
 from tests.hosts import judge
 
+TRITON = "triton_w8a8_block_fp8_linear"
 GOOD_ASK = {
     "backend": "auto", "method": "fp8", "load": True, "stock": "triton_w8a8_block_fp8_linear",
     "got": "sglang_kt_sm120.linear.Sm120BlockFp8Linear", "same": False, "ours": True,
@@ -33,11 +34,13 @@ def result(*asks, wrapped=True, log=()) -> dict:
 
 def played() -> dict:
     cutlass = STOCK_ASK | {"backend": "cutlass"}
+    off = STOCK_ASK | {"stock": TRITON, "got": TRITON}
     return {
-        "stock, 12.0, off": result(STOCK_ASK, wrapped=False),
+        "stock, 12.0, on": result(STOCK_ASK, wrapped=False),
         "plugin, 12.0, off": result(GOOD_ASK, cutlass, REFUSED, log=[LINE]),
         "plugin, 9.0, on": result(STOCK_ASK),
-        "plugin, 12.0, switched off": result(STOCK_ASK, wrapped=False),
+        "plugin, 12.0, switched off": result(off, wrapped=False),
+        "plugin, 12.1, absent": result(GOOD_ASK | {"deterministic": True}),
     }
 
 
@@ -55,14 +58,15 @@ def test_a_good_play_has_no_findings():
         ("plugin, 12.0, off", 1, {"same": False}, "own function object"),
         ("plugin, 12.0, off", 2, {"error": {"message": "other"}}, "the host refuses"),
         ("plugin, 9.0, on", 0, {"same": False}, "own function object"),
-        ("plugin, 12.0, switched off", 0, {"got": "g"}, "stock f"),
+        ("plugin, 12.0, switched off", 0, {"got": "g"}, "sglang's is"),
+        ("plugin, 12.1, absent", 0, {"deterministic": False}, "deterministic"),
         ("plugin, 12.0, off", None, {"wrapped": False}, "exactly once"),
         ("plugin, 12.0, off", None, {"twice": True}, "exactly once"),
         ("plugin, 12.0, off", None, {"log": []}, "without a line"),
         ("plugin, 12.0, off", None, {"log": [LINE, ["ERROR", "failed"]]}, "logged an error"),
         ("plugin, 12.0, switched off", None, {"wrapped": True}, "is left"),
-        ("stock, 12.0, off", None, {"imported": ["sglang_kt_sm120"]}, "meant to be stock"),
-        ("stock, 12.0, off", None, {"died": "x"}, "died"),
+        ("stock, 12.0, on", None, {"imported": ["sglang_kt_sm120"]}, "meant to be stock"),
+        ("stock, 12.0, on", None, {"died": "x"}, "died"),
     ],
 )
 def test_each_rule_can_fail(scenario, ask, change, says):
