@@ -15,6 +15,12 @@ QUANTISATION = 2.0**-4
 #: What the plugin answers by default; every other request is the host's.
 OURS = ("auto", "triton", "flashinfer_trtllm")
 FLASHINFER = "flashinfer_gemm_w8a8_block_fp8_linear"
+#: FlashInfer's two wordings and DeepGEMM's assertion, as public reports quote them.
+CRASHES = (
+    "does not support backend 'trtllm' with capability",
+    "only supported on SM100, SM103 in trtllm",
+    "Unknown recipe",
+)
 REMEDY = "--fp8-gemm-backend auto or triton"
 NO_BLOCK = "no block FP8 in this release's compressed-tensors"
 
@@ -37,6 +43,14 @@ def _stock(name: str, result: dict, played: dict) -> Iterator[str]:
     for ask in result["asks"]:
         if "got" not in ask:
             yield f"{ask['backend']}: {ask['error']['message']}"
+        yield from _crash(ask)
+
+
+def _crash(ask: dict) -> Iterator[str]:
+    """Sglang's own function, called on such a card, may fail in the reported ways only."""
+    error = ask.get("error", {}) if ask.get("stage") == "use" else {}
+    if error and not any(words in error["message"] for words in CRASHES):
+        yield f"stock fails in another way: {error['type']}: {error['message'][:200]}"
 
 
 def _with_plugin(name: str, result: dict, played: dict) -> Iterator[str]:
@@ -110,6 +124,7 @@ def _switched_off(result: dict, played: dict) -> Iterator[str]:
     for ask in result["asks"]:
         if not ask["stock"].startswith("refused") and not ask.get("same"):
             yield f"{ask['backend']}: not the host's own function object"
+        yield from _crash(ask)
     with_us = played["plugin, 12.0, off"]["asks"][0]["stock"]
     if result["asks"][0].get("got") != with_us:
         yield f"auto gives {result['asks'][0].get('got')}; with the plugin sglang's is {with_us}"

@@ -51,12 +51,13 @@ def _give_version(module) -> None:
     module.__version__ = "0.24.1"
 
 
-def quantise(*args, scale_ue8m0=False, **newer):
+def quantise(
+    input, output_q, output_s, group_size, eps, fp8_min, fp8_max, scale_ue8m0=False, *flags, **newer
+) -> None:
     """As stubs.quantise, with the arguments that other releases pass on."""
     import stubs
 
-    ue8m0 = args[7] if len(args) > 7 else scale_ue8m0
-    stubs.quantise(*args[:7], scale_ue8m0=ue8m0)
+    stubs.quantise(input, output_q, output_s, group_size, eps, fp8_min, fp8_max, scale_ue8m0)
 
 
 def after_import() -> None:

@@ -22,6 +22,7 @@ REFUSED = {
     "backend": "cutlass", "method": "fp8", "load": False, "stock": "refused: no",
     "error": {"message": "no", "type": "RuntimeError", "frames": []},
 }  # fmt: skip
+OTHER = {"type": "TypeError", "message": "a stand-in's own mistake"}
 LINE = ["ERROR", f"sglang refuses x on y; what works here: {judge.REMEDY}."]
 
 
@@ -66,6 +67,8 @@ def test_a_good_play_has_no_findings():
         ("plugin, 12.0, off", None, {"log": [LINE, ["ERROR", "failed"]]}, "logged an error"),
         ("plugin, 12.0, switched off", None, {"wrapped": True}, "is left"),
         ("stock, 12.0, on", None, {"imported": ["sglang_kt_sm120"]}, "meant to be stock"),
+        ("stock, 12.0, on", 0, {"stage": "use", "error": OTHER}, "in another way"),
+        ("plugin, 12.0, switched off", 0, {"stage": "use", "error": OTHER}, "in another way"),
         ("stock, 12.0, on", None, {"died": "x"}, "died"),
     ],
 )
