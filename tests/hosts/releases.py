@@ -15,6 +15,7 @@ environment with one more line.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import re
 import shutil
@@ -190,3 +191,22 @@ def _venv(root: Path, lines: list) -> Path:
             venv.EnvBuilder(symlinks=True).create(root)
             pth.write_text(text)
     return root
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Fetch hosts, so that what plays them needs no network."""
+    parser = argparse.ArgumentParser(prog="python -m tests.hosts.releases", description=__doc__)
+    parser.add_argument("--era", action="store_true", help="only the releases that tests play")
+    chosen = parser.parse_args(arguments)
+    failed = 0
+    for release in released(chosen.era):
+        try:
+            print(build(release).root)
+        except lab.LabError as error:
+            failed += 1
+            print(f"{release}: {error}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
