@@ -62,17 +62,17 @@ def server_argument(fp8_utils, name: str):
 def _variable_counts(fp8_utils, variable: str, resolved: str) -> bool:
     """True where `variable` is set and this host lets it decide.
 
-    0.5.5 reads it at import (`ENABLE_FLASHINFER_GEMM`); later hosts in
-    `initialize_fp8_gemm_config`, which leaves its answer in `resolved`.
+    0.5.5 to 0.5.6 read it at import, into a flag; later hosts in `initialize_fp8_gemm_config`,
+    which leaves its answer in `resolved`.
     """
     if os.environ.get(variable, "").strip().lower() not in env.TRUE:
         return False
     if not hasattr(fp8_utils, "get_fp8_gemm_runner_backend"):
-        flag = {
-            "flashinfer_trtllm": "ENABLE_FLASHINFER_GEMM",
-            "cutlass": "CUTLASS_BLOCK_FP8_SUPPORTED",
+        flags = {
+            "flashinfer_trtllm": ("ENABLE_FLASHINFER_GEMM", "ENABLE_FLASHINFER_FP8_GEMM"),
+            "cutlass": ("CUTLASS_BLOCK_FP8_SUPPORTED",),
         }
-        return bool(getattr(fp8_utils, flag[REQUEST_VARIABLES[variable]], False))
+        return any(getattr(fp8_utils, flag, False) for flag in flags[REQUEST_VARIABLES[variable]])
     return resolved == REQUEST_VARIABLES[variable] and _reads(fp8_utils, variable)
 
 

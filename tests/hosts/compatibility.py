@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import platform
 
-from tests.hosts import lab, play, read_in_source
+from tests.hosts import judge, lab, play, read_in_source
 
 DOCS = lab.PROJECT / "docs"
 SHORT = {
@@ -40,8 +40,11 @@ compared with float64. No SM12x card took part: what the card itself does is not
 def entry(record: dict) -> dict:
     """Return one release's line of docs/compatibility.json."""
     played = record["played"]
-    notes = list(record["findings"])
-    notes += read_in_source.differences(record)
+    found, broken = judge.everything(record), judge.broken(played)
+    if broken:
+        notes = [f"sglang's own import fails, with the plugin and without: {broken}"]
+    else:
+        notes = found + read_in_source.differences(record)
     if record["twin"]:
         notes.append(
             f"every module that takes part is the same file as in {record['twin']}, whose play "
@@ -52,8 +55,8 @@ def entry(record: dict) -> dict:
     return {
         "distribution": record["distribution"],
         "version": record["version"],
-        "stock": _stock(played),
-        "plugin": "does not hold, see notes" if record["findings"] else "served",
+        "stock": "cannot be imported" if broken else _stock(played),
+        "plugin": "no host to serve" if broken else "see notes" if found else "served",
         "way_in": "start-up hook, plugin loader" if record["loader"] else "start-up hook",
         "notes": notes,
     }

@@ -109,13 +109,13 @@ def run(scenario: dict) -> dict:
     logger.setLevel(logging.INFO)
     stubs.put_on(tuple(scenario["capability"]), scenario["deep_gemm"])
     released_stubs.absent()
+    released_stubs.same_capability()
     from sglang.srt.layers import deep_gemm_wrapper
     from sglang.srt.layers.quantization import fp8, fp8_utils
 
     imported = time.monotonic()
     released_stubs.after_import()
-    if scenario["initialise"]:
-        configure(fp8_utils, "auto", scenario)  # newer releases ask it for the size of their groups
+    configure(fp8_utils, "auto", scenario)  # newer releases ask it for the size of their groups
     released_stubs.one_rank()
     imported_with = fp8_utils.dispatch_w8a8_block_fp8_linear
     if scenario["loader"]:
@@ -181,15 +181,14 @@ def configure(fp8_utils, backend: str, scenario: dict) -> None:
     options |= scenario["arguments"]
     arguments = server_args.ServerArgs(model_path="dummy", **options)
     server_args.set_global_server_args_for_scheduler(arguments)
-    if initialise is not None:
+    if initialise is not None and scenario["initialise"]:
         initialise(*([arguments] if inspect.signature(initialise).parameters else []))
 
 
 def _ask(ask: dict, scenario: dict, fp8, fp8_utils) -> dict:
     result = dict(ask)
     try:
-        if scenario["initialise"]:
-            configure(fp8_utils, ask["backend"], scenario)
+        configure(fp8_utils, ask["backend"], scenario)
     except Exception as error:
         return result | {"error": _error(error), "stage": "configure"}
     dispatch = fp8_utils.dispatch_w8a8_block_fp8_linear

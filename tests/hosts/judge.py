@@ -25,9 +25,18 @@ REMEDY = "--fp8-gemm-backend auto or triton"
 NO_BLOCK = "no block FP8 in this release's compressed-tensors"
 
 
+def broken(played: dict[str, dict]) -> str | None:
+    """Return why sglang itself cannot be imported, where it cannot without the plugin either."""
+    if not played or not all("died" in result for result in played.values()):
+        return None
+    return played["stock, 12.0, on"]["died"].strip().splitlines()[-1]
+
+
 def findings(played: dict[str, dict]) -> list[str]:
     """Return everything that did not hold in `{scenario's name: what was observed}`."""
     found = []
+    if broken(played):
+        return found
     for name, result in played.items():
         if "died" in result:
             found.append(f"{name}: the host's process died: {result['died'][-400:]}")
@@ -153,3 +162,8 @@ def loader_findings(loader: dict[str, list[dict]]) -> list[str]:
             if ask["ours"] is not wrapped or ask["same"] is wrapped:
                 found.append(f"{where}: dispatch gives {ask['got']}")
     return found
+
+
+def everything(record: dict) -> list[str]:
+    """Return the findings of one record of the matrix."""
+    return findings(record["played"]) + loader_findings(record["loader"])

@@ -62,7 +62,7 @@ class Matrix:
                 with self.lock:
                     self.done.append(record)
                     self.progress.update(task, advance=1, description=str(release))
-                    for finding in record["findings"]:
+                    for finding in judge.everything(record):
                         self.progress.console.print(f"[red]{release}[/]: {finding}", markup=True)
         finally:
             if stage is not None:
@@ -88,7 +88,6 @@ class Matrix:
                 loader = play.loader_alone(host, stage)
                 if release.era:
                     loader |= play.loader(host, self.plugin)
-        found = judge.findings(played) + judge.loader_findings(loader)
         return {
             "distribution": release.name,
             "version": release.version,
@@ -97,7 +96,6 @@ class Matrix:
             "loader": loader,
             "sources": sources,
             "twin": twin and twin["version"],
-            "findings": found,
             "seconds": round(time.monotonic() - started),
         }
 
@@ -106,6 +104,7 @@ class Matrix:
             candidates = [record for record in self.done if record["pins"] == host.pins]
         for record in candidates:
             same = record["distribution"] == host.release.name and not record["twin"]
+            same = same and record["sources"]  # else it could not even be imported
             if same and _hashes(host.own, record["sources"]) == record["sources"]:
                 return record
         return None
@@ -169,7 +168,9 @@ def main(arguments: list[str] | None = None) -> int:
     if chosen.newest:
         played = newest()
     elif chosen.release:
-        played = [releases.Release(*name.split("==")) for name in chosen.release]
+        listed = {f"{release.name}=={release.version}": release for release in played}
+        asked = [(name, releases.Release(*name.split("=="))) for name in chosen.release]
+        played = [listed.get(name, release) for name, release in asked]
     text = TextColumn("{task.description:<24}")
     with Progress(
         text, BarColumn(30), MofNCompleteColumn(), TimeElapsedColumn(), console=console
@@ -188,7 +189,7 @@ def main(arguments: list[str] | None = None) -> int:
     done.sort(key=lambda r: order.index(f"{r['distribution']}-{r['version']}"))
     if not chosen.release and not chosen.newest:
         compatibility.write(done)
-    bad = [record for record in done if record["findings"]]
+    bad = [record for record in done if judge.everything(record)]
     console.print(f"{len(done)} releases played, {len(bad)} with findings")
     return 1 if bad or len(done) < len(played) else 0
 

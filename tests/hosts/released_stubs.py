@@ -46,6 +46,15 @@ def absent() -> None:
     finder.roots = tuple({*finder.roots, *ABSENT})
 
 
+def same_capability() -> None:
+    """Let FlashInfer's modules that hold a copy of it use stubs.py's look at a tensor's device."""
+    import flashinfer.utils
+
+    for name, module in tuple(sys.modules.items()):
+        if name.startswith("flashinfer.") and hasattr(module, "get_compute_capability"):
+            module.get_compute_capability = flashinfer.utils.get_compute_capability
+
+
 def _give_version(module) -> None:
     """transformers compares torchvision's version when it is imported."""
     module.__version__ = "0.24.1"
