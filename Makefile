@@ -13,6 +13,7 @@ help: ## List the commands
 
 # torch comes first and alone: a machine without a GPU wants its CPU build (TORCH=... to change).
 $(BIN)/.ready: pyproject.toml
+	@$(PY) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "$(PY) is older than Python 3.11; name another: make PY=python3.12" >&2; exit 1; }
 	$(PY) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --upgrade pip
 	$(BIN)/python -m pip install -q "$(TORCH)"
@@ -21,7 +22,8 @@ $(BIN)/.ready: pyproject.toml
 
 test: $(BIN)/.ready ## Run every test that this machine can run
 	$(BIN)/python -m tests.hosts.lab install
-	$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadgroup tests/cpu $(ARGS)
+	$(BIN)/python -m pytest tests/gpu tests/e2e  # one at a time: they time, and share one GPU
 
 lint: $(BIN)/.ready ## Check style
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
@@ -36,7 +38,7 @@ patches-check: $(BIN)/.ready ## Apply every patch to its release and run the pat
 	$(BIN)/python -m tests.hosts.patches_check $(ARGS)
 
 capture-graphs: ## Capture, replay and compare CUDA graphs on this machine's GPU
-	@if [ -n "$$VIRTUAL_ENV$$CONDA_PREFIX" ]; then py=python; else $(MAKE) -s $(BIN)/.ready; py=$(BIN)/python; fi; \
+	@if python -c 'import os, sys, torch; sys.exit(not (os.environ.get("VIRTUAL_ENV") or os.environ.get("CONDA_PREFIX")) or not torch.version.cuda)' 2>/dev/null; then py=python; else $(MAKE) -s $(BIN)/.ready; py=$(BIN)/python; fi; \
 	echo "using $$($$py -c 'import sys; print(sys.executable)')" >&2; $$py -m sglang_kt_sm120 graphs $(ARGS)
 
 doctor: $(BIN)/.ready ## Check this machine

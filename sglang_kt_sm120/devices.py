@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 
 from sglang_kt_sm120 import env, select
+
+logger = logging.getLogger("sglang_kt_sm120")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,13 +116,37 @@ def device(index: int | None) -> select.Device:
     import torch
 
     properties = torch.cuda.get_device_properties(index)
-    return describe(
+    described = describe(
         properties.name,
         capability=capability(index),
         sm_count=properties.multi_processor_count,
         shared_bytes=getattr(properties, "shared_memory_per_block_optin", 101376),
         l2_bytes=properties.L2_cache_size,
     )
+    if described.mma == "block_scale" and not _lowers_block_scale(described):
+        described = dataclasses.replace(described, mma="plain")
+    return described
+
+
+def _lowers_block_scale(device: select.Device) -> bool:
+    """True where this Triton makes block-scaled FP8 instructions for the device.
+
+    Older ones lower `tl.dot_scaled` to f16 without a word; asked by compiling, not by version.
+    """
+    from sglang_kt_sm120 import aot
+
+    reason = ""
+    try:
+        native = aot.lowers_block_scale(f"sm_{device.capability[0]}{device.capability[1]}a")
+    except Exception as error:  # whatever this compiler says, plain FP8 is what is left
+        native, reason = False, f" ({type(error).__name__})"
+    if not native:
+        logger.warning(
+            "sglang-kt-sm120: this Triton has no block-scaled FP8 for %s%s: prefill takes plain "
+            "FP8, at half the rate on GeForce; a newer triton would mend that",
+            device.name, reason,
+        )  # fmt: skip
+    return native
 
 
 def arch(index: int | None) -> str | None:

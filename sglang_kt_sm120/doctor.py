@@ -108,6 +108,9 @@ def _triton(ptxas: dict[str, Any], versions: dict[str, str]) -> Iterator[Row]:
 
 
 def _ownership(owners: dict[str, list[str]], versions: dict[str, str]) -> Iterator[Row]:
+    if "error" in owners:
+        yield Row("owners", WARN, owners["error"], "this Python's package metadata cannot be read")
+        return
     for folder, names in owners.items():
         if len(names) > 1:
             yield Row(
@@ -145,7 +148,7 @@ def _seam(seam: dict[str, Any]) -> Iterator[Row]:
         yield Row("seam", OK, "sglang's block-FP8 dispatch is wrapped in a fresh interpreter")
     elif not env.ENABLE.get():
         yield Row("seam", WARN, "not wrapped: switched off", f"unset {env.ENABLE.name}")
-    elif allowed and plugin.ENTRY_POINT not in allowed:
+    elif not plugin.allowed_by(allowed):
         yield Row(
             "seam", WARN, f"not wrapped: SGLANG_PLUGINS={allowed}",
             f"add {plugin.ENTRY_POINT} to SGLANG_PLUGINS",

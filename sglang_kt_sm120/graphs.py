@@ -49,6 +49,15 @@ class Row:
     failures: list[str] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class Where:
+    """Where graphs are captured: their memory pool, the stream, and one beside it."""
+
+    pool: tuple
+    stream: torch.cuda.Stream
+    side: torch.cuda.Stream
+
+
 class Layer:
     """A random block-FP8 layer, called as sglang's `Fp8LinearMethod` calls it."""
 
@@ -77,21 +86,25 @@ def check(
 ) -> Iterator[Row]:
     """Yield a Row for each batch size, largest first, as soon as it is known."""
     layers = [Layer(linear, device) for linear in shapes.unique(linears)]
-    pool = torch.cuda.graph_pool_handle()
+    # One stream to capture on and one beside it, as a server has: a layer's counters have a row
+    # for each stream, and only so many.
+    where = Where(
+        torch.cuda.graph_pool_handle(), torch.cuda.Stream(device), torch.cuda.Stream(device)
+    )
     with torch.inference_mode():
         for bs in sorted(batch_sizes, reverse=True):
-            yield _check_batch(layers, bs, pool, device)
+            yield _check_batch(layers, bs, where, device)
 
 
-def _check_batch(layers: list[Layer], bs: int, pool, device: torch.device) -> Row:
+def _check_batch(layers: list[Layer], bs: int, where: Where, device: torch.device) -> Row:
     row = Row(bs)
     before = torch.cuda.memory_reserved(device)
     try:
         for layer in layers:
-            _compare(row, layer.name, [layer], bs, pool, in_order)
-        row.capture_ms, graph = _compare(row, "all layers", layers, bs, pool, in_order)
+            _compare(row, layer.name, [layer], bs, where, in_order)
+        row.capture_ms, graph = _compare(row, "all layers", layers, bs, where, in_order)
         if len(layers) > 1:
-            _compare(row, "two streams", layers[:2], bs, pool, on_two_streams)
+            _compare(row, "two streams", layers[:2], bs, where, on_two_streams)
         row.replay_us = _median_us(graph.replay)
         row.kernels = kernel_count(graph.replay)
     except Exception as error:
@@ -101,14 +114,14 @@ def _check_batch(layers: list[Layer], bs: int, pool, device: torch.device) -> Ro
     return row
 
 
-def in_order(layers: list[Layer], xs: list[torch.Tensor]) -> list[torch.Tensor]:
+def in_order(layers: list[Layer], xs: list[torch.Tensor], where: Where) -> list[torch.Tensor]:
     """Run the layers one after another."""
     return [layer(x) for layer, x in zip(layers, xs, strict=True)]
 
 
-def on_two_streams(layers: list[Layer], xs: list[torch.Tensor]) -> list[torch.Tensor]:
+def on_two_streams(layers: list[Layer], xs: list[torch.Tensor], where: Where) -> list[torch.Tensor]:
     """Run the second layer on a stream of its own beside the first."""
-    main, side = torch.cuda.current_stream(), torch.cuda.Stream()
+    main, side = torch.cuda.current_stream(), where.side
     side.wait_stream(main)
     with torch.cuda.stream(side):
         second = layers[1](xs[1])
@@ -117,19 +130,19 @@ def on_two_streams(layers: list[Layer], xs: list[torch.Tensor]) -> list[torch.Te
     return [first, second]
 
 
-def _compare(row: Row, name: str, layers: list[Layer], bs: int, pool, run: Callable):
+def _compare(row: Row, name: str, layers: list[Layer], bs: int, where: Where, run: Callable):
     """Capture `run`, replay it with new inputs, note what differs; return (capture ms, graph)."""
     static = [layer.inputs(bs) for layer in layers]
-    stream = torch.cuda.Stream()
+    stream = where.stream
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):  # sglang runs twice before it captures, on the same stream
         for _ in range(2):
-            run(layers, static)
+            run(layers, static, where)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     start = time.perf_counter()
-    with torch.cuda.graph(graph, pool=pool, stream=stream):
-        outputs = run(layers, static)
+    with torch.cuda.graph(graph, pool=where.pool, stream=stream):
+        outputs = run(layers, static, where)
     capture_ms = (time.perf_counter() - start) * 1e3
     for _ in range(REPLAYS):
         for x, layer in zip(static, layers, strict=True):
@@ -137,7 +150,7 @@ def _compare(row: Row, name: str, layers: list[Layer], bs: int, pool, run: Calla
         for output in outputs:
             output.fill_(torch.nan)
         graph.replay()
-        expected = in_order(layers, static)
+        expected = in_order(layers, static, where)
         for layer, got, eager in zip(layers, outputs, expected, strict=True):
             difference = first_difference(got, eager)
             if difference:

@@ -102,7 +102,8 @@ def _wrap_dispatch(fp8_utils) -> bool:
 def _rebind(original: Callable, dispatch: Callable) -> None:
     """Replace the copies that `from fp8_utils import dispatch_...` left in sglang's modules."""
     for name, module in tuple(sys.modules.items()):
-        if name.startswith("sglang.") and getattr(module, DISPATCH, None) is original:
+        # Not getattr: a module's own __getattr__ may import half of sglang, or raise.
+        if name.startswith("sglang.") and vars(module).get(DISPATCH) is original:
             setattr(module, DISPATCH, dispatch)
 
 
@@ -231,10 +232,8 @@ def _name(function) -> str:
 
 def _keep(method, layer):
     """Return the method's `Sm120BlockFp8Linear`, or None after giving sglang's function back."""
-    from sglang_kt_sm120 import linear
-
     ours = getattr(method, "w8a8_block_fp8_linear", None)
-    if not isinstance(ours, linear.Sm120BlockFp8Linear):
+    if type(ours).__name__ != "Sm120BlockFp8Linear":
         return None
     try:
         why_not = _not_ours(method, layer)
@@ -292,6 +291,7 @@ def _prepare(method, ours, layer, scale_name: str) -> None:
         raise
     except Exception as error:
         _failed("warming a layer", error)
+        method.w8a8_block_fp8_linear = ours.stock
 
 
 # ---------------------------------------------------------------- by name

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from sglang_kt_sm120 import op, scales, select
+from sglang_kt_sm120 import checks, op, scales, select
 
 logger = logging.getLogger("sglang_kt_sm120")
 BLOCK_SIZE = [select.BLOCK, select.BLOCK]
@@ -41,14 +41,20 @@ class Sm120BlockFp8Linear:
             TypeError, ValueError: The layer is no block-FP8 layer that any kernel could serve; the
                 message holds its shape and what was expected.
         """
-        if weight.dim() != 2 or weight.dtype is not op.E4M3:
-            op.check_weight(weight, weight_scale)
+        if weight.dim() != 2 or weight.dtype is not checks.E4M3:
+            checks.check_weight(weight, weight_scale)
         n, k = weight.shape
         converted = scales.to_fp32(weight_scale.data, n, k)
         if converted.data_ptr() != weight_scale.data_ptr():
             weight_scale.data = converted
             weight_scale.format_ue8m0 = False
-        op.check_weight(weight, weight_scale)
+        checks.check_weight(weight, weight_scale)
+        if not weight.is_contiguous():
+            raise ValueError(
+                f"weight [{n}, {k}] has strides {list(weight.stride())}; expected [{k}, 1]"
+            )
+        if not weight_scale.is_contiguous():
+            weight_scale.data = weight_scale.data.contiguous()
         kept = self.counters
         if kept is None or kept.device != weight.device:
             self.prepared = op.Prepared(n, k, weight.device)

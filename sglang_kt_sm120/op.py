@@ -12,21 +12,21 @@ after) and the output aliases nothing. Registered through `torch.library.Library
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 from importlib import import_module
 
 import torch
 
-from sglang_kt_sm120 import devices, env, select
+from sglang_kt_sm120 import checks, devices, env, select
 
 NAMESPACE = "sglang_kt_sm120"
 #: Streams that get a row of their own in a layer's counters; a further one gets fresh zeros.
-COUNTER_SLOTS = 4
+COUNTER_SLOTS = 8
 #: Prefill splits K only while its 64 x 64 tiles are fewer than the SMs can take; this is more than
 #: that on any SM12x GPU. A layer with fewer counters would get fresh zeros: one kernel more.
 PREFILL_TILES = 512
-E4M3 = torch.float8_e4m3fn
 
 _deterministic = False
 _choices: dict[tuple, tuple] = {}  # decided products: see _decide
@@ -62,6 +62,7 @@ def counters_for(n: int, k: int, device: torch.device) -> torch.Tensor | None:
     from sglang_kt_sm120 import heuristic
 
     tiles = max(heuristic.counters_needed(n, k), PREFILL_TILES)
+    tiles += -tiles % 4  # rows of whole 16 bytes: Triton compiles anew for another alignment
     return torch.zeros(COUNTER_SLOTS, tiles, dtype=torch.int32, device=device)
 
 
@@ -116,71 +117,6 @@ def fp8_gemm_nt_groupwise(
     )
 
 
-def _require(condition: bool, error: type[Exception], message: str) -> None:
-    if not condition:
-        raise error(f"{NAMESPACE}: {message}")
-
-
-def check_weight(weight: torch.Tensor, scale: torch.Tensor) -> None:
-    """Raise TypeError or ValueError, with the shapes, unless this is a block-FP8 weight."""
-    _require(weight.dim() == 2, ValueError, f"weight must be [N, K], got {list(weight.shape)}")
-    n, k = weight.shape
-    _require(
-        weight.dtype is E4M3,
-        TypeError,
-        f"weight [{n}, {k}] is {weight.dtype}; block FP8 needs torch.float8_e4m3fn",
-    )
-    _require(
-        k > 0 and k % select.BLOCK == 0,
-        ValueError,
-        f"weight [{n}, {k}]: K = {k} is not a multiple of 128 (one activation scale per 128)",
-    )
-    expected = [-(-n // select.BLOCK), k // select.BLOCK]
-    _require(
-        list(scale.shape) == expected,
-        ValueError,
-        f"weight [{n}, {k}] needs scales {expected}, one per 128 x 128 block; "
-        f"got {list(scale.shape)}",
-    )
-    _require(
-        scale.dtype is torch.float32,
-        TypeError,
-        f"weight [{n}, {k}]: scales are {scale.dtype}, expected torch.float32",
-    )
-
-
-def _check(x, x_scale, weight, weight_scale, out_dtype) -> None:
-    check_weight(weight, weight_scale)
-    n, k = weight.shape
-    _require(
-        x.device == weight.device == weight_scale.device,
-        ValueError,
-        f"activation, weight [{n}, {k}] and scales are on {x.device}, {weight.device} and "
-        f"{weight_scale.device}; expected one device",
-    )
-    _require(
-        x.dim() == 2 and x.shape[1] == k,
-        ValueError,
-        f"activation {list(x.shape)} does not fit weight [{n}, {k}]; expected [M, {k}]",
-    )
-    served = (torch.bfloat16, torch.float16)
-    _require(
-        out_dtype in served,
-        TypeError,
-        f"activation or output is {out_dtype} (weight [{n}, {k}]); bfloat16 and float16 are served",
-    )
-    if x_scale is None:
-        _require(x.dtype in served, TypeError, f"activation is {x.dtype}; expected bf16 or fp16")
-        return
-    _require(x.dtype is E4M3, TypeError, f"quantised activation is {x.dtype}; expected {E4M3}")
-    expected = [x.shape[0], k // select.BLOCK]
-    _require(
-        list(x_scale.shape) == expected and x_scale.dtype is torch.float32,
-        ValueError,
-        f"activation scales must be float32 {expected}, got {x_scale.dtype} {list(x_scale.shape)}",
-    )
-
-
 def problem_of(m: int, n: int, k: int, dtype: torch.dtype, prequantised: bool = False):
     """Return the `select.Problem` that a call with these sizes is decided by, in this process."""
     name = str(dtype).removeprefix("torch.")
@@ -188,36 +124,34 @@ def problem_of(m: int, n: int, k: int, dtype: torch.dtype, prequantised: bool = 
 
 
 def _decide(x, x_scale, weight, weight_scale, out_dtype) -> tuple:
-    """Check a product that was not met before; return (backend's run, choice, launch options)."""
-    _check(x, x_scale, weight, weight_scale, out_dtype)
+    """Decide a product that was not met before; return (backend's run, choice, variant's key)."""
     n, k = weight.shape
     index = x.device.index if x.device.type == "cuda" else None
     device = devices.device(index)
     problem = problem_of(x.shape[0], n, k, out_dtype, prequantised=x_scale is not None)
     choice = select.choose(problem, device, cutlass_verdict(x.device, n, k))
-    if x.device.type == "cuda":
-        _require_compiled(choice, problem, x)
+    key = _require_compiled(choice, problem, x) if index is not None else None
     backend = import_module(f"{NAMESPACE}.backends.{choice.backend}")
     options = {"arch": devices.arch(index), "pdl": env.PDL.get()}
-    return functools.partial(backend.run, **options), choice
+    return functools.partial(backend.run, **options), choice, key
 
 
-def _require_compiled(choice: select.Choice, problem: select.Problem, x: torch.Tensor) -> None:
-    """Refuse a kernel whose first launch would fall into a CUDA-graph capture.
+def _require_compiled(choice: select.Choice, problem: select.Problem, x: torch.Tensor) -> tuple:
+    """Refuse a kernel whose first launch would fall into a CUDA-graph capture; return its key.
 
     Compiling it, or loading its module, would kill the capture with an error that names neither.
     """
     variant = choice.config.variant() if hasattr(choice.config, "variant") else None
     key = (choice.backend, variant, x.device, x.dtype, problem.dtype, problem.n % 16 == 0)
     if torch.cuda.is_current_stream_capturing():
-        _require(
+        checks.require(
             key in _launched,
             RuntimeError,
             f"no kernel for M={x.shape[0]} N={problem.n} K={problem.k} is compiled yet, and none "
             "may be compiled while a CUDA graph is captured. Call the layer once with this many "
             "rows before capture (sglang does), or `sglang_kt_sm120.warm.layer` when it is loaded",
         )
-    _launched.add(key)
+    return key
 
 
 def cutlass_verdict(device: torch.device, n: int, k: int) -> str | None:
@@ -225,34 +159,57 @@ def cutlass_verdict(device: torch.device, n: int, k: int) -> str | None:
     return import_module(f"{NAMESPACE}.backends.cutlass").why_not(device.index, n, k)
 
 
-def _run(x, x_scale, weight, weight_scale, out_dtype, counters):
+def _run(x, x_scale, weight, weight_scale, out_dtype, counters, decision=None):
+    """Check, decide and launch one product; `decision` receives (run, configuration)."""
     m, n = x.shape[0], weight.shape[0]
     key = (
         select.bucket(max(m, 1)), x.shape[1:], weight.shape, weight_scale.shape, x.dtype, out_dtype,
-        weight.dtype, weight_scale.dtype, x.device, None if x_scale is None else x_scale.shape[1:],
+        weight.dtype, weight_scale.dtype, x.device, weight.device, weight_scale.device,
+        None if x_scale is None else (x_scale.shape[1:], x_scale.dtype, x_scale.device),
     )  # fmt: skip
     decided = _choices.get(key)
-    if decided is None:
-        decided = _choices[key] = _decide(x, x_scale, weight, weight_scale, out_dtype)
-    if m == 0 or n == 0:
-        return x.new_empty((m, n), dtype=out_dtype)
-    run, choice = decided
-    if x.stride(1) != 1:
-        x = x.contiguous()
+    if decided is None or (x_scale is not None and x_scale.shape[0] != m):
+        checks.check(x, x_scale, weight, weight_scale, out_dtype)
     if not weight.is_contiguous():
         raise ValueError(f"{NAMESPACE}: weight {list(weight.shape)} must be contiguous")
+    if m == 0 or n == 0:  # nothing to decide: nothing will be launched
+        return x.new_empty((m, n), dtype=out_dtype)
+    first = decided is None
+    if first:
+        decided = _decide(x, x_scale, weight, weight_scale, out_dtype)
+    run, choice, variant = decided
+    x = aligned(x)
     if not weight_scale.is_contiguous():
         weight_scale = weight_scale.contiguous()
-    if x.device.type != "cuda":
-        return run(x, weight, weight_scale, x_scale, out_dtype, choice.config, None)
-    index = x.device.index
-    if counters is not None:
+    index = x.get_device()
+    if counters is not None and index >= 0:
         slot = _slot(index)
         counters = counters[slot] if slot < counters.shape[0] else None
-    if torch.cuda.current_device() == index:
-        return run(x, weight, weight_scale, x_scale, out_dtype, choice.config, counters)
-    with torch.cuda.device(index):
-        return run(x, weight, weight_scale, x_scale, out_dtype, choice.config, counters)
+    with contextlib.nullcontext() if _is_current(index) else torch.cuda.device(index):
+        out = run(x, weight, weight_scale, x_scale, out_dtype, choice.config, counters)
+    if first:  # only what has run once is known to be compiled
+        _choices[key] = decided
+        _launched.add(variant)
+    if decision is not None:
+        decision.append((run, choice.config))
+    return out
+
+
+def aligned(x: torch.Tensor) -> torch.Tensor:
+    """Return `[M, K]` x as the kernels are compiled for: 16-byte rows, inner stride 1.
+
+    Triton compiles anew for a pointer or a row stride that is not a multiple of 16, which must not
+    happen during capture; such views are rare, and copied.
+    """
+    rows, columns = x.stride()
+    if columns != 1 or rows % 16 or x.data_ptr() % 16:
+        return x.clone(memory_format=torch.contiguous_format)
+    return x
+
+
+def _is_current(index: int) -> bool:
+    """True where work for device `index` needs no switch: it is current, or the CPU (-1)."""
+    return index < 0 or torch._C._cuda_getDevice() == index
 
 
 def _slot(index: int) -> int:
@@ -315,13 +272,14 @@ def plain_linear(prepared: Prepared, x, weight, weight_scale) -> torch.Tensor:
     dtype = x.dtype
     key = (m if m <= select.DECODE_M else select.bucket(m), dtype, index)
     decided = prepared.decided.get(key)
-    if decided is None or k != prepared.k or x.stride(1) != 1 or not m:
-        out = _run(x, None, weight, weight_scale, dtype, prepared.counters)
-        if m:
-            run, choice = _decide(x, None, weight, weight_scale, dtype)
-            prepared.decided[key] = (run, choice.config)
+    if decided is None or k != prepared.k or not m:
+        decision: list[tuple] = []
+        out = _run(x, None, weight, weight_scale, dtype, prepared.counters, decision)
+        if decision:
+            (prepared.decided[key],) = decision
         return out
     run, config = decided
+    x = aligned(x)
     if index < 0:
         return run(x, weight, weight_scale, None, dtype, config, None)
     slot = _slot(index)
@@ -341,21 +299,13 @@ def _gemm_impl(a, b, a_scale, b_scale, out_dtype, counters=None):
 
 
 def _linear_fake(x, weight, weight_scale, counters=None):
-    _check(x, None, weight, weight_scale, x.dtype)
+    checks.check(x, None, weight, weight_scale, x.dtype)
     return x.new_empty((x.shape[0], weight.shape[0]))
 
 
 def _gemm_fake(a, b, a_scale, b_scale, out_dtype, counters=None):
-    _check_fake_gemm(a, b)
+    checks.check(a, a_scale, b, b_scale, out_dtype)
     return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
-
-
-def _check_fake_gemm(a, b) -> None:
-    _require(
-        a.dim() == 2 and b.dim() == 2,
-        ValueError,
-        f"expected [M, K] and [N, K], got {a.dim()} and {b.dim()} dimensions",
-    )
 
 
 def _register() -> torch.library.Library:

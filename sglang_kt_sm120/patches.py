@@ -104,9 +104,15 @@ class Plan:
 
 
 def available() -> list[Patch]:
-    """Return the local patches that this copy of the package brings."""
+    """Return the local patches that this copy of the package brings.
+
+    Raises:
+        PatchError: This copy brings none, which no wheel and no checkout does.
+    """
     folder = next((folder for folder in FOLDERS if folder.is_dir()), None)
-    return [read(path) for path in sorted(folder.glob("*/*.patch"))] if folder else []
+    if folder is None:
+        raise PatchError("this installation brings no patches: reinstall sglang-kt-sm120")
+    return [read(path) for path in sorted(folder.glob("*/*.patch"))]
 
 
 def read(path: Path) -> Patch:

@@ -41,14 +41,19 @@ def after_import(module) -> None:
         logger.exception("sglang-kt-sm120 could not be installed: sglang's own FP8 dispatch stays")
 
 
+def allowed_by(text: str | None) -> bool:
+    """True where `SGLANG_PLUGINS` with this text lets this plugin load: unset, or it names us."""
+    names = {name.strip() for name in (text or "").split(",") if name.strip()}
+    return not names or ENTRY_POINT in names
+
+
 def stands_down(module_file: str | None, allowed: str | None) -> bool:
     """True where sglang has a plugin loader and its allow-list, `SGLANG_PLUGINS`, leaves us out.
 
     `module_file` is the file of a module under `sglang/srt/layers/quantization`; `allowed` the
     variable's text. Hosts without a loader do not know the variable, so it decides nothing there.
     """
-    names = {name.strip() for name in (allowed or "").split(",") if name.strip()}
-    if not names or ENTRY_POINT in names or not module_file:
+    if allowed_by(allowed) or not module_file:
         return False
     root = next((p for p in Path(module_file).parents if p.name == "srt"), None)
     return root is not None and (root / "plugins" / "__init__.py").is_file()

@@ -1,8 +1,9 @@
 """Which backend serves a block-FP8 product, and why.
 
 `choose` is the one decision of this package: the op routes by it, `explain` prints it, tests walk
-it. It is a pure function of the problem, the device and what the probe of the host's CUTLASS said,
-so every rank, every restart and every CUDA graph gets the same answer. No torch here.
+it. It depends on the problem, the device, `SGLANG_KT_SM120_BACKEND` and what the probe of the
+host's CUTLASS said at load, and on nothing that is timed; so restarts and CUDA graphs get the same
+answer, and ranks do unless the probe failed on one of them (it warns there). No torch here.
 """
 
 from __future__ import annotations

@@ -10,16 +10,14 @@ import contextlib
 import fcntl
 import logging
 import os
-import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
-from sglang_kt_sm120 import devices, env, heuristic, op, select
+from sglang_kt_sm120 import devices, env, heuristic, op, select, system
 
 logger = logging.getLogger("sglang_kt_sm120")
 #: Rows beyond decode at which a prefill configuration could change.
@@ -28,7 +26,9 @@ PREFILL_MS = (65, 128, 256, 512, 1024, 2048, 4096, 8192)
 #: Narrow, square, wide, short and tiny layers: between them every kernel variant comes up.
 SHAPES = ((2112, 7168), (7168, 2048), (4096, 7168), (24576, 1536), (36864, 7168), (576, 256))
 
-_warmed: set[tuple] = set()
+LOCK_SECONDS = 120.0
+
+_warmed: set[tuple] = set()  # (device, n, k, dtype) of layers, (device, dtype) of `_compile`
 
 
 def representatives(
@@ -67,20 +67,20 @@ def layer(linear, weight: torch.Tensor, weight_scale: torch.Tensor, dtype: torch
     index = weight.device.index if weight.is_cuda else None
     device = devices.device(index)
     ms = representatives(problem, device, cutlass)
-    _warmed.add(key)
     if index is None or torch.cuda.is_current_stream_capturing():
         return
     with one_process_at_a_time():  # ranks share the kernel cache: one compiles, the others read
         if (weight.device, dtype) not in _warmed:
-            _warmed.add((weight.device, dtype))
             start = time.perf_counter()
             count = _compile(weight, weight_scale, dtype, device, problem.deterministic)
             seconds = time.perf_counter() - start
             logger.info("sglang-kt-sm120: %d kernel variants ready in %.1f s", count, seconds)
+            _warmed.add((weight.device, dtype))
         for m in ms:
             x = torch.zeros(m, k, dtype=dtype, device=weight.device)
             linear(input=x, weight=weight, block_size=[128, 128], weight_scale=weight_scale)
         torch.cuda.synchronize(weight.device)
+    _warmed.add(key)
 
 
 def _compile(weight, weight_scale, dtype, device: select.Device, deterministic: bool) -> int:
@@ -106,14 +106,31 @@ def _compile(weight, weight_scale, dtype, device: select.Device, deterministic: 
 
 
 @contextlib.contextmanager
-def one_process_at_a_time() -> Iterator[None]:
-    """Hold a lock that the processes of this user share; without a lock file, go on without."""
-    path = Path(tempfile.gettempdir()) / f"sglang-kt-sm120-{os.getuid()}.lock"
+def one_process_at_a_time(seconds: float = LOCK_SECONDS) -> Iterator[None]:
+    """Hold the lock of Triton's cache folder, for at most `seconds` of waiting.
+
+    Processes that share the cache then compile one after another, so that all but the first only
+    read. Where no lock is to be had, each compiles for itself: slower, never wrong.
+    """
+    folder = system.triton_cache()
     try:
-        file = path.open("w")
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / "sglang-kt-sm120.lock").open("a")
     except OSError:
         yield
         return
     with file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError:
+                if time.monotonic() > deadline:
+                    logger.warning(
+                        "sglang-kt-sm120: another process has held %s for %.0f s; going on",
+                        file.name, seconds,
+                    )  # fmt: skip
+                    break
+                time.sleep(0.05)
         yield

@@ -13,7 +13,7 @@ import subprocess
 import tempfile
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -262,22 +262,10 @@ def measure(config: Config | None, arch: str, **options) -> dict:
     return record
 
 
-def cannot_assemble(arch: str) -> str | None:
-    """Return why this Triton has no assembler for `arch`, or None where it has one.
-
-    Triton 3.4 and 3.5 bring no ptxas for sm_121a: a fact about the toolchain, not a failed gate.
-    For sm_120a there is no such excuse, and every failure to compile is a failed gate.
-    """
-    if arch == ARCHES[0]:
-        return None
-    try:
-        compile_config(None, arch)
-    except Exception as failure:
-        lines = [line for line in str(failure).splitlines() if "ptxas" in line or "sm_" in line]
-        return f"this Triton ({triton.__version__}) does not assemble for it: " + (
-            lines[0].strip() if lines else type(failure).__name__
-        )
-    return None
+def lowers_block_scale(arch: str) -> bool:
+    """True where this Triton lowers unit-scale `tl.dot_scaled` to a block-scaled FP8 mma."""
+    compiled = compile_config(replace(heuristic.LARGE, unit_scaled=True), arch)
+    return "block_scale" in compiled.asm["ptx"]
 
 
 def _failures(config: Config | None, record: dict) -> list[str]:

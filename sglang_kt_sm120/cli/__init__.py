@@ -1,7 +1,8 @@
 """The command line; the only package here that imports typer and rich.
 
 Data goes to stdout, progress and errors to stderr. Exit codes: 0 ok, 1 a problem was found,
-2 usage, 3 this needs a GPU. One file per kind of command: look.py tells, kernels.py runs kernels.
+2 usage, 3 this needs a GPU. One file per kind of command: look.py tells, kernels.py compiles and
+captures, measure.py times, patch.py changes a host.
 """
 
 from __future__ import annotations

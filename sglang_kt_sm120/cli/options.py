@@ -17,7 +17,19 @@ DEFAULT_SET = "deepseek-r1"
 
 out, err = Console(soft_wrap=False), Console(stderr=True)
 
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
+_json = False  # whether the running command prints JSON: its errors do then too
+
+
+def _note_json(wanted: bool) -> bool:
+    global _json
+    _json = wanted
+    return wanted
+
+
+JsonOption = Annotated[
+    bool,
+    typer.Option("--json", callback=_note_json, is_eager=True, help="Print one JSON object."),
+]
 ModelOption = Annotated[str | None, typer.Option(help="A model's folder or config.json.")]
 ShapeOption = Annotated[list[str], typer.Option(help="N,K of one layer; may be repeated.")]
 SetOption = Annotated[
@@ -32,6 +44,8 @@ GpuOption = Annotated[
 def fail(message: str, code: int) -> typer.Exit:
     """Print an error to stderr and return the exit to raise."""
     err.print(f"[red]error:[/] {escape(message)}")
+    if _json:
+        print_json(False, error=message, rows=[])
     return typer.Exit(code)
 
 

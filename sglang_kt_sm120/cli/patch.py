@@ -41,7 +41,9 @@ def patch(
                 out.print(Syntax(plan.patch.diff, "diff", background_color="default"))
         if not (apply or revert):
             raise typer.Exit(0 if plan.state != "none" else EXIT_PROBLEM)
-        if not (yes or as_json) and not typer.confirm("Go on?", err=True):
+        if as_json and not yes:
+            raise typer.BadParameter("--json does not ask: add --yes to change files")
+        if not yes and not typer.confirm("Go on?", err=True):
             raise typer.Exit(EXIT_PROBLEM)
         done = patches.apply(place) if apply else patches.revert(place)
     except patches.PatchError as error:

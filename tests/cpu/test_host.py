@@ -242,6 +242,24 @@ def test_a_forced_backend_that_cannot_serve_stops_the_load(monkeypatch):
     prepared(monkeypatch, **{env.BACKEND.name: "reference"})
 
 
+def test_a_layer_that_cannot_be_warmed_goes_back_to_stock(monkeypatch, lines):
+    monkeypatch.setattr(warm, "layer", lambda *a: 1 / 0)
+    weight, scale = block_fp8(256, 256)
+    layer = types.SimpleNamespace(weight=weight, weight_scale_inv=scale)
+    made = method()
+    host._prepare(made, made.w8a8_block_fp8_linear, layer, "weight_scale_inv")
+    assert made.w8a8_block_fp8_linear is stock
+    assert "ZeroDivisionError" in lines[-1].getMessage()
+
+
+def test_a_warm_up_that_failed_is_tried_again(monkeypatch):
+    monkeypatch.setattr(warm, "representatives", lambda *a: 1 / 0)
+    weight, scale = block_fp8(256, 256)
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            warm.layer(OURS(stock), weight, scale, torch.bfloat16)
+
+
 def test_a_layer_that_nobody_can_serve_stops_the_load(monkeypatch):
     layer = types.SimpleNamespace(weight=block_fp8(256, 256)[0], weight_scale_inv=torch.rand(2, 3))
     with pytest.raises(ValueError, match=r"\[256, 256\] needs .* \[2, 2\]"):

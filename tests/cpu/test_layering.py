@@ -34,10 +34,11 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         {"sglang", "torch"},
     ),
     "request": ({"env"}, {"sglang"}),
-    "linear": ({"op", "scales", "select"}, {"torch"}),
+    "linear": ({"checks", "op", "scales", "select"}, {"torch"}),
     "scales": (set(), {"torch"}),
-    "op": ({"select", "devices", "env", "heuristic", "backends"}, {"torch"}),
-    "devices": ({"env", "select"}, {"torch"}),
+    "op": ({"checks", "select", "devices", "env", "heuristic", "backends"}, {"torch"}),
+    "checks": ({"select"}, {"torch"}),
+    "devices": ({"env", "select", "aot"}, {"torch"}),
     "select": ({"env", "heuristic", "configs"}, set()),
     "heuristic": (set(), set()),
     "shapes": (set(), set()),
@@ -57,8 +58,8 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     ),
     "graphs": ({"linear", "shapes"}, {"torch"}),
     "ahead": ({"select", "shapes", "warm", "backends"}, {"torch", "triton"}),
-    "warm": ({"op", "select", "devices", "env", "heuristic", "backends"}, {"torch"}),
-    "cli": ({"__init__", "*"}, {"typer", "rich", "torch"}),
+    "warm": ({"system", "op", "select", "devices", "env", "heuristic", "backends"}, {"torch"}),
+    "cli": ({"__init__", "*"}, {"typer", "rich", "torch", "triton", "matplotlib"}),
 }
 #: Libraries that only these rooms may touch, whatever the table above says.
 ONLY_IN = {"sglang": {"host", "request"}, "typer": {"cli"}, "rich": {"cli"}, "flashinfer": set()}

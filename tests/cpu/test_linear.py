@@ -8,6 +8,7 @@ import pickle
 import pytest
 import torch
 
+from sglang_kt_sm120 import op
 from sglang_kt_sm120.backends import reference
 from sglang_kt_sm120.linear import Sm120BlockFp8Linear
 from tests.helpers import activation, assert_right, block_fp8
@@ -136,6 +137,30 @@ def test_prepare_converts_ue8m0_in_place_once():
     assert scale.dtype is torch.float32
     assert scale.format_ue8m0 is False
     assert torch.equal(scale.data.double(), 2.0 ** (exponents.double() - 127))
+
+
+def test_prepare_makes_scales_contiguous_and_refuses_a_strided_weight(layer):
+    linear, weight, scale = layer
+    strided = torch.nn.Parameter(scale.t().contiguous().t(), requires_grad=False)
+    assert not strided.is_contiguous()
+    linear.prepare(weight, strided)
+    assert strided.is_contiguous()
+    x = activation(3, K)
+    for _ in range(2):
+        assert_right(call((linear, weight, strided), x), exact(layer, x))
+    with pytest.raises(ValueError, match=r"strides \[1, 200\]"):
+        linear.prepare(weight.t().contiguous().t(), scale)
+
+
+def test_one_decision_for_many_calls(layer, monkeypatch):
+    decided = []
+    original = op._decide
+    monkeypatch.setattr(op, "_decide", lambda *a: decided.append(a) or original(*a))
+    op.forget_choices()
+    for x in (activation(3, K), activation(K, 3).t(), activation(3, 2 * K)[:, 7 : 7 + K]):
+        for _ in range(3):
+            assert_right(call(layer, x), exact(layer, x))
+    assert len(decided) == 1
 
 
 def test_copies_and_pickles(layer):

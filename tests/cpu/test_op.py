@@ -90,6 +90,37 @@ def test_bad_input_is_refused_with_the_shape(change, error, message):
         op.block_fp8_linear(*change(*operands(3, 256, 384)))
 
 
+def test_a_good_call_opens_no_door_to_a_bad_one():
+    """Decisions are remembered; what was checked then is checked again where it can differ."""
+    a, b, a_scale, b_scale = quantised(5, 200, 256)
+    op.fp8_gemm_nt_groupwise(a, b, a_scale, b_scale)
+    for bad in (a_scale[:1], a_scale[:, :1], a_scale.double()):
+        with pytest.raises((ValueError, TypeError, RuntimeError), match="scales"):
+            op.fp8_gemm_nt_groupwise(a, b, bad, b_scale)
+    x, weight, scale = operands(5, 200, 256)
+    op.block_fp8_linear(x, weight, scale)
+    with pytest.raises(TypeError, match=r"scales are torch\.float64"):
+        op.block_fp8_linear(x, weight, scale.double())
+
+
+@pytest.mark.parametrize("m", [0, 5])
+def test_the_gemms_fake_refuses_what_the_gemm_refuses(m):
+    a, b, a_scale, b_scale = quantised(m, 200, 256)
+    mode = torch._subclasses.FakeTensorMode()
+    for bad in ((a, b.float(), a_scale, b_scale), (a, b, a_scale[:, :1], b_scale)):
+        fakes = [mode.from_tensor(tensor) for tensor in bad]
+        with mode, pytest.raises((TypeError, ValueError)):
+            op.fp8_gemm_nt_groupwise(*fakes)
+
+
+def test_no_rows_decide_nothing():
+    """An idle rank's call must not pass for the first launch of a kernel (see op._launched)."""
+    x, weight, scale = operands(0, 200, 256)
+    op.forget_choices()
+    assert op.block_fp8_linear(x, weight, scale).shape == (0, 200)
+    assert not op._choices
+
+
 def test_the_fakes_refuse_what_the_op_refuses():
     x, weight, scale = operands(3, 256, 384)
     mode = torch._subclasses.FakeTensorMode()

@@ -40,6 +40,10 @@ def test_name_and_contents(wheel):
         "sglang_kt_sm120/kernels/quant.py",
     ):
         assert file in names
+    local = {f"sglang_kt_sm120/patches_local/{p.relative_to(ROOT / 'patches/local')}"
+             for p in (ROOT / "patches" / "local").rglob("*.patch")}  # fmt: skip
+    assert local
+    assert local <= names, "what `patch` applies comes with the wheel"
     tops = {name.split("/")[0] for name in names}
     assert all(top.startswith("sglang_kt_sm120") for top in tops), tops
     info = next(name for name in names if name.endswith("entry_points.txt"))

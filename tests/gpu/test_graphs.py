@@ -6,13 +6,15 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
-from sglang_kt_sm120 import cli, graphs, op, shapes
+from sglang_kt_sm120 import cli, devices, graphs, heuristic, op, shapes, warm
 from sglang_kt_sm120.backends import reference
+from sglang_kt_sm120.backends import triton as backend
 from tests.helpers import activation, assert_right
 
 pytestmark = [
@@ -20,6 +22,8 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 DEVICE = torch.device("cuda", 0)
+#: A variant that no table names, so that compiling it is always news.
+CONTROL = replace(heuristic.MEDIUM, num_stages=2, group_m=7)
 TINY = [shapes.Linear("narrow", 576, 1024), shapes.Linear("odd", 2112, 2048)]
 
 
@@ -78,25 +82,39 @@ def test_largest_first_then_replayed_in_any_order():
         assert_right(out, reference.multiply(*reference.quantise(x), layer.weight, layer.scale))
 
 
-@torch.inference_mode()
-def test_nothing_synchronises_and_nothing_compiles_in_capture(monkeypatch):
+@pytest.fixture
+def compiled():
+    """The kernels that Triton compiles, or fetches from its cache, from here on."""
     from triton.compiler import compiler
 
-    layer = make(TINY[1])
-    compiled = []
-    original = compiler.compile
-    for bs in (1, 8, 16, 32, 64, 128):
-        layer(activation(bs, 2048, device="cuda"))
+    names, original = [], compiler.CompiledKernel.__init__
+
+    def init(self, *args, **kwargs):
+        original(self, *args, **kwargs)
+        names.append(self.metadata.name)
+
+    compiler.CompiledKernel.__init__ = init
+    yield names
+    compiler.CompiledKernel.__init__ = original
+
+
+@torch.inference_mode()
+def test_load_time_warm_up_is_enough_for_every_batch_size(compiled):
+    """After `warm.layer` alone, every batch size is captured: no compilation, no synchronising."""
+    layer = make(shapes.Linear("fresh", 2112, 1152))
+    x = torch.empty(5, 1152, dtype=torch.bfloat16, device="cuda")
+    backend.run(x, layer.weight, layer.scale, None, x.dtype, CONTROL, None, arch=devices.arch(0))
+    assert compiled, "the counter must count"
+    warm.layer(layer.linear, layer.weight, layer.scale, torch.bfloat16)
     torch.cuda.synchronize()
-    monkeypatch.setattr(
-        compiler, "compile", lambda *a, **k: compiled.append(a) or original(*a, **k)
-    )
+    compiled.clear()
+    stream = torch.cuda.Stream()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        for bs in (1, 8, 16, 32, 64, 128):
-            x = torch.empty(bs, 2048, dtype=torch.bfloat16, device="cuda")
+        for bs in graphs.sglang_batch_sizes(256):
+            x = torch.empty(bs, 1152, dtype=torch.bfloat16, device="cuda")
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, capture_error_mode="global"):
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="global"):
                 layer(x)
     finally:
         torch.cuda.set_sync_debug_mode("default")
