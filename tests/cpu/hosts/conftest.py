@@ -14,6 +14,11 @@ import pytest
 from tests.hosts import lab, play, releases
 
 ERAS = {str(release): release for release in releases.released(era=True)}
+#: Releases with the same pins share a process, if they are in the same worker.
+SAME_PINS = {
+    "sglang-0.5.9": "sglang-kt-0.5.2.post1",
+    "sglang-kt-0.6.4": "sglang-kt-0.6.1.post2",
+}
 
 
 def pytest_collection_modifyitems(items):
@@ -21,7 +26,7 @@ def pytest_collection_modifyitems(items):
         if Path(__file__).parent in item.path.parents and hasattr(item, "callspec"):
             era = item.callspec.params.get("era")
             if era:
-                item.add_marker(pytest.mark.xdist_group(era))
+                item.add_marker(pytest.mark.xdist_group(SAME_PINS.get(era, era)))
                 item.add_marker(pytest.mark.hosts)
 
 
