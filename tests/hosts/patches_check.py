@@ -68,7 +68,8 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"[{number}/{len(chosen_patches)}] {patch.name}", flush=True)
         try:
             for good, text in check(patch, compile_cuda=not chosen.no_compile):
-                print(f"    {'ok  ' if good else 'FAIL'} {text}", flush=True)
+                word = "FAIL" if not good else "--  " if "not compiled" in text else "ok  "
+                print(f"    {word} {text}", flush=True)
                 failed += not good
         except (RuntimeError, OSError) as error:
             print(f"    FAIL {error}", flush=True)
@@ -319,7 +320,8 @@ def _compile(patch: Patch, tree: Path, files: list[str]) -> Iterator[Finding]:
                 lab.ROOT / "common" / "tvm_ffi" / "include"]  # fmt: skip
     defines = ["-DNDEBUG"]
     if (tree / "sglang").is_dir():
-        includes.insert(0, tree / "sglang" / "jit_kernel" / "include")
+        whole = lab.install("sglang-kt-0.7.2", lambda *a: None).site  # its headers too
+        includes.insert(0, whole / "sglang" / "jit_kernel" / "include")
         standard = "c++20"
         entry = tree / "sglang/jit_kernel/csrc/gemm/fp8_blockwise/fp8_blockwise_scaled_mm_entry.cuh"
         sources = {"entry": f'#include <sgl_kernel/tensor.h>\n#include "{entry}"\n'
@@ -340,8 +342,7 @@ def _compile(patch: Patch, tree: Path, files: list[str]) -> Iterator[Finding]:
                        *(f"-I{path}" for path in includes), "-c", unit, "-o", Path(folder) / "o",
                        f"-gencode=arch=compute_{arch},code=sm_{arch}"]  # fmt: skip
             result = subprocess.run(command, capture_output=True, text=True)
-        missing = "curand_kernel.h: No such file" in result.stderr
-        if missing:
+        if "curand_kernel.h: No such file" in result.stderr:
             yield True, f"{name} not compiled: this CUDA toolkit lacks curand_kernel.h"
             continue
         yield not result.returncode, f"{name} for sm_{arch}: {result.stderr[:300] or 'compiles'}"
