@@ -34,7 +34,7 @@ def rows(facts: dict[str, Any], seam: Callable[[], dict[str, Any]] | None) -> li
     found = [
         *_gpu(facts["torch"]),
         *_torch(facts["torch"]),
-        *_triton(facts["ptxas"], facts["versions"]),
+        *_triton(facts),
         *_ownership(facts["owners"], facts["versions"]),
         *_hook(),
         *_variables(),
@@ -92,19 +92,25 @@ def _torch(torch: dict[str, Any]) -> Iterator[Row]:
         yield Row("torch", OK, f"{torch['version']}, CUDA {torch['cuda']}, has sm_120")
 
 
-def _triton(ptxas: dict[str, Any], versions: dict[str, str]) -> Iterator[Row]:
-    version = versions.get("triton", "no triton")
+def _triton(facts: dict[str, Any]) -> Iterator[Row]:
+    version = facts["versions"].get("triton", "no triton")
+    seen = [d["capability"] for d in facts["torch"].get("devices", [])]
+    # GB10 needs an assembler for 12.1; Triton 3.4 and 3.5 bring none.
+    arch = "sm_121a" if "12.1" in seen else "sm_120a"
+    ptxas = facts["ptxas"][arch]
     if "error" in ptxas:
         yield Row(
             "Triton", FAIL, ptxas["error"], "Triton comes with torch's CUDA builds: reinstall torch"
         )
     elif not ptxas["ok"]:
+        needs = "12.9" if arch == "sm_121a" else "12.8"
         yield Row(
-            "Triton", FAIL, f"{version}: {ptxas['message'] or 'its ptxas refuses sm_120a'}",
-            "set TRITON_PTXAS_PATH to the ptxas of CUDA 12.8 or newer, or update triton",
+            "Triton", FAIL, f"{version}: {ptxas['message'] or f'its ptxas refuses {arch}'}",
+            f"set TRITON_PTXAS_PATH (and, from Triton 3.6, TRITON_PTXAS_BLACKWELL_PATH) to the "
+            f"ptxas of CUDA {needs} or newer, or update triton",
         )  # fmt: skip
     else:
-        yield Row("Triton", OK, f"{version}, ptxas assembles for sm_120a")
+        yield Row("Triton", OK, f"{version}, ptxas assembles for {arch}")
 
 
 def _ownership(owners: dict[str, list[str]], versions: dict[str, str]) -> Iterator[Row]:

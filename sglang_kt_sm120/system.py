@@ -100,8 +100,8 @@ def torch_facts() -> dict[str, Any]:
     }
 
 
-def ptxas_sm120() -> dict[str, Any]:
-    """Say whether Triton's ptxas assembles for sm_120a: {"ok", "path", "message"}."""
+def ptxas(arch: str = "sm_120a") -> dict[str, Any]:
+    """Say whether the ptxas that Triton uses assembles for `arch`: {"ok", "path", "message"}."""
     import triton
 
     folder = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -117,9 +117,9 @@ def ptxas_sm120() -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as scratch:
         source = Path(scratch) / "empty.ptx"
         source.write_text(
-            ".version 8.7\n.target sm_120a\n.address_size 64\n.visible .entry k() { ret; }\n"
+            ".version 8.0\n.target sm_80\n.address_size 64\n.visible .entry k() { ret; }\n"
         )
-        result = run([path, "-arch=sm_120a", str(source), "-o", f"{scratch}/empty.cubin"])
+        result = run([path, f"-arch={arch}", str(source), "-o", f"{scratch}/empty.cubin"])
     return {"ok": result.returncode == 0, "path": path, "message": result.stderr.strip()}
 
 
@@ -170,6 +170,6 @@ def facts() -> dict[str, Any]:
         "owners": guarded(owners),
         "gpus": guarded(gpus),
         "torch": guarded(torch_facts),
-        "ptxas": guarded(ptxas_sm120),
+        "ptxas": {arch: guarded(lambda arch=arch: ptxas(arch)) for arch in ("sm_120a", "sm_121a")},
         "triton_cache": str(triton_cache()),
     }

@@ -20,7 +20,7 @@ GOOD = {
     },
     "versions": {"triton": "3.5.1", "sglang-kt": "0.7.2"},
     "owners": {"sglang": ["sglang-kt"], "triton": ["triton"]},
-    "ptxas": {"ok": True, "path": "/ptxas", "message": ""},
+    "ptxas": dict.fromkeys(("sm_120a", "sm_121a"), {"ok": True, "path": "/p", "message": ""}),
     "triton_cache": "/tmp",
 }  # fmt: skip
 WRAPPED = {"imported": True, "wrapped": True, "message": ""}
@@ -51,8 +51,8 @@ def test_a_good_machine_is_ready():
     [
         ({"torch": GOOD["torch"] | {"arch_list": ["sm_80", "sm_90"]}}, "torch"),
         ({"torch": {"error": "ImportError: no torch"}}, "torch"),
-        ({"ptxas": {"ok": False, "path": "/p", "message": "Value 'sm_120a' is not"}}, "Triton"),
-        ({"ptxas": {"error": "ModuleNotFoundError: triton"}}, "Triton"),
+        ({"ptxas": {"sm_120a": {"ok": False, "path": "/p", "message": "not defined"}}}, "Triton"),
+        ({"ptxas": {"sm_120a": {"error": "ModuleNotFoundError: triton"}}}, "Triton"),
         ({"owners": {"sglang": ["sglang", "sglang-kt"]}}, "owner of sglang/"),
         ({"seam": WRAPPED | {"wrapped": False}}, "seam"),
         ({"triton_cache": "/proc/nobody/writes/here"}, "kernel cache"),
@@ -63,6 +63,22 @@ def test_each_problem_is_found_with_a_remedy(changes, check):
     assert failures(rows) == {check}
     assert doctor.exit_code(rows) == 1
     assert all(row.fix for row in rows if row.status != doctor.OK)
+
+
+def test_gb10_needs_an_assembler_of_its_own():
+    gb10 = {"torch": GOOD["torch"] | {"devices": [{"name": "NVIDIA GB10", "capability": "12.1"}]}}
+    assert failures(judge(**gb10)) == set()
+    refuses = {"ok": False, "path": "/p", "message": "Value 'sm_121a' is not defined"}
+    ptxas = GOOD["ptxas"] | {"sm_121a": refuses}
+    (row,) = [row for row in judge(**gb10, ptxas=ptxas) if row.check == "Triton"]
+    assert row.status == doctor.FAIL
+    assert "TRITON_PTXAS_PATH" in row.fix
+    assert failures(judge(ptxas=ptxas)) == set()  # an RTX 5090 does not care
+
+
+def test_metadata_that_cannot_be_read_is_a_row():
+    rows = judge(owners={"error": "OSError: no"})
+    assert [row.value for row in rows if row.check == "owners"] == ["OSError: no"]
 
 
 def test_no_gpu_is_3_unless_something_else_is_wrong():

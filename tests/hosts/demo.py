@@ -22,8 +22,9 @@ OLD, NEW = lab.HOSTS
 GPU_OF_TABLE = "NVIDIA RTX PRO 6000 Blackwell Server Edition"
 ROWS = (1, 16, 64, 4096)
 REPORTED = "gemm_fp8_nt_groupwise does not support backend 'trtllm' with capability 12"
-#: Against float64 on the same quantised operands only the rounding to bf16 is left: 2^-9 at most.
-ROUNDING = 2.0**-9
+#: Against float64 on the same quantised operands only the rounding to bf16 is left: at most 2^-8 of
+#: an element, 1.65e-3 in the norm of many (tests/helpers.py has the same limit).
+ROUNDING = 2e-3
 
 console = Console()
 
@@ -213,7 +214,7 @@ def _answers(demo: Demo, result: dict, warned: bool = False) -> None:
         demo.check(
             output["quantised"] < ROUNDING,
             f"M={layer['asked']['rows']}: relative error {output['quantised']:.2e} against float64 "
-            f"on the same FP8 operands (bf16 rounding alone allows {ROUNDING:.2e}), "
+            f"on the same FP8 operands (rounding to bf16 is 1.65e-03 of it; the limit is {ROUNDING:.0e}), "
             f"{output['exact']:.1e} against the unquantised activation",
         )
 

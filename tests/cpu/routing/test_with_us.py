@@ -7,9 +7,9 @@ import pytest
 from .conftest import HOSTS, OLD, SMALL
 from .test_without_us import VARIABLE
 
-#: Against float64 on the same quantised operands only the rounding to bf16 is left: half an ulp,
-#: 2^-9, is its largest relative error, and the 2-norm of many roundings stays below that.
-ROUNDING = 2.0**-9
+#: Against float64 on the same quantised operands only the rounding to bf16 is left: 1.65e-3 in the
+#: norm of many elements (tests/helpers.py has the same limit).
+ROUNDING = 2e-3
 #: e4m3 keeps three bits of mantissa: at most 2^-4 per activation, less in the 2-norm.
 QUANTISATION = 2.0**-4
 
