@@ -283,10 +283,15 @@ def _prepare(method, ours, layer, scale_name: str) -> None:
         from sglang_kt_sm120 import op, warm
         from sglang_kt_sm120.backends import cutlass
 
-        if cutlass.probe(weight, scale):
+        # A buffer, because a host that releases and restores its memory (sleep mode, for RL) keeps
+        # the contents of a model's buffers, and of nothing else.
+        if ours.counters is not None and isinstance(layer, torch.nn.Module):
+            layer.register_buffer("sm120_counters", ours.counters, persistent=False)
+        dtype = getattr(layer, "orig_dtype", torch.bfloat16)
+        if cutlass.probe(weight.device, *weight.shape, dtype):
             op.forget_choices()
         with torch.inference_mode():
-            warm.layer(ours, weight, scale, getattr(layer, "orig_dtype", torch.bfloat16))
+            warm.layer(ours, weight, scale, dtype)
     except select.NoBackend:
         raise
     except Exception as error:

@@ -55,9 +55,12 @@ class Sm120BlockFp8Linear:
             )
         if not weight_scale.is_contiguous():
             weight_scale.data = weight_scale.data.contiguous()
-        kept = self.counters
-        if kept is None or kept.device != weight.device:
+        index = weight.get_device()
+        kept = self.prepared
+        if kept is None or kept.shape != weight.shape or kept.index != index:
             self.prepared = op.Prepared(n, k, weight.device)
+        elif kept.counters is not None:
+            kept.counters.zero_()  # what a paused server left there is anybody's guess
 
     @property
     def counters(self) -> torch.Tensor | None:
@@ -117,6 +120,11 @@ class Sm120BlockFp8Linear:
                 x, weight, weight_scale, self.counters
             )
         else:
+            if input_scale.dim() > 2 and input_scale.shape[:-1] != input.shape[:-1]:
+                raise ValueError(
+                    f"sglang_kt_sm120: scales {list(input_scale.shape)} do not lie beside the rows "
+                    f"of input {list(input.shape)}"
+                )
             x_scale = input_scale.reshape(-1, input_scale.shape[-1])[: x.shape[0]]
             output = torch.ops.sglang_kt_sm120.fp8_gemm_nt_groupwise(
                 x, weight, x_scale, weight_scale, torch.bfloat16, self.counters

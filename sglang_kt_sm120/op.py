@@ -63,7 +63,8 @@ def counters_for(n: int, k: int, device: torch.device) -> torch.Tensor | None:
 
     tiles = max(heuristic.counters_needed(n, k), PREFILL_TILES)
     tiles += -tiles % 4  # rows of whole 16 bytes: Triton compiles anew for another alignment
-    return torch.zeros(COUNTER_SLOTS, tiles, dtype=torch.int32, device=device)
+    with torch.inference_mode(False):  # a reload zeroes them, in whatever mode it runs
+        return torch.zeros(COUNTER_SLOTS, tiles, dtype=torch.int32, device=device)
 
 
 def block_fp8_linear(
@@ -129,7 +130,7 @@ def _decide(x, x_scale, weight, weight_scale, out_dtype) -> tuple:
     index = x.device.index if x.device.type == "cuda" else None
     device = devices.device(index)
     problem = problem_of(x.shape[0], n, k, out_dtype, prequantised=x_scale is not None)
-    choice = select.choose(problem, device, cutlass_verdict(x.device, n, k))
+    choice = select.choose(problem, device, cutlass_verdict(x.device, n, k, out_dtype))
     key = _require_compiled(choice, problem, x) if index is not None else None
     backend = import_module(f"{NAMESPACE}.backends.{choice.backend}")
     options = {"arch": devices.arch(index), "pdl": env.PDL.get()}
@@ -143,7 +144,9 @@ def _require_compiled(choice: select.Choice, problem: select.Problem, x: torch.T
     """
     variant = choice.config.variant() if hasattr(choice.config, "variant") else None
     key = (choice.backend, variant, x.device, x.dtype, problem.dtype, problem.n % 16 == 0)
-    if torch.cuda.is_current_stream_capturing():
+    with torch.cuda.device(x.device):  # capture is asked of a device's current stream
+        capturing = torch.cuda.is_current_stream_capturing()
+    if capturing:
         checks.require(
             key in _launched,
             RuntimeError,
@@ -154,9 +157,9 @@ def _require_compiled(choice: select.Choice, problem: select.Problem, x: torch.T
     return key
 
 
-def cutlass_verdict(device: torch.device, n: int, k: int) -> str | None:
+def cutlass_verdict(device: torch.device, n: int, k: int, dtype: torch.dtype) -> str | None:
     """Return None where the host's CUTLASS was proven for this layer shape, else the reason."""
-    return import_module(f"{NAMESPACE}.backends.cutlass").why_not(device.index, n, k)
+    return import_module(f"{NAMESPACE}.backends.cutlass").why_not(device.index, n, k, dtype)
 
 
 def _run(x, x_scale, weight, weight_scale, out_dtype, counters, decision=None):
@@ -182,8 +185,8 @@ def _run(x, x_scale, weight, weight_scale, out_dtype, counters, decision=None):
     if not weight_scale.is_contiguous():
         weight_scale = weight_scale.contiguous()
     index = x.get_device()
-    if counters is not None and index >= 0:
-        slot = _slot(index)
+    if counters is not None:
+        slot = _slot(index) if index == counters.get_device() >= 0 else counters.shape[0]
         counters = counters[slot] if slot < counters.shape[0] else None
     with contextlib.nullcontext() if _is_current(index) else torch.cuda.device(index):
         out = run(x, weight, weight_scale, x_scale, out_dtype, choice.config, counters)
@@ -242,15 +245,18 @@ class Prepared:
     Attributes:
         counters: From `counters_for`, or None on the CPU.
         rows: The rows of `counters`, one per stream.
-        k: The layer's input features.
-        decided: (bucket of M, dtype, device) -> (backend's run, its configuration).
+        shape: The layer's [N, K].
+        index: Its CUDA device, -1 for the CPU.
+        decided: (bucket of M, weight's shape, dtype, device) -> (backend's run, configuration).
+            The shape, because hosts may share one callable between layers.
         generation: The `forget_choices` that `decided` is younger than.
     """
 
     def __init__(self, n: int, k: int, device: torch.device):
         self.counters = counters_for(n, k, device)
         self.rows = [] if self.counters is None else list(self.counters.unbind())
-        self.k = k
+        self.shape = torch.Size((n, k))
+        self.index = -1 if self.counters is None else self.counters.get_device()
         self.decided: dict[tuple, tuple] = {}
         self.generation = _generation
 
@@ -270,9 +276,10 @@ def plain_linear(prepared: Prepared, x, weight, weight_scale) -> torch.Tensor:
         prepared.decided.clear()
         prepared.generation = _generation
     dtype = x.dtype
-    key = (m if m <= select.DECODE_M else select.bucket(m), dtype, index)
+    shape = weight.shape
+    key = (m if m <= select.DECODE_M else select.bucket(m), shape, dtype, index)
     decided = prepared.decided.get(key)
-    if decided is None or k != prepared.k or not m:
+    if decided is None or k != shape[1] or not m:
         decision: list[tuple] = []
         out = _run(x, None, weight, weight_scale, dtype, prepared.counters, decision)
         if decision:
@@ -282,7 +289,7 @@ def plain_linear(prepared: Prepared, x, weight, weight_scale) -> torch.Tensor:
     x = aligned(x)
     if index < 0:
         return run(x, weight, weight_scale, None, dtype, config, None)
-    slot = _slot(index)
+    slot = _slot(index) if index == prepared.index else COUNTER_SLOTS
     row = prepared.rows[slot] if slot < COUNTER_SLOTS else None
     if torch._C._cuda_getDevice() == index:
         return run(x, weight, weight_scale, None, dtype, config, row)

@@ -111,8 +111,14 @@ def choose(problem: Problem, device: Device, cutlass: str | None = "not probed h
             capture, else the reason why it may not serve.
 
     Raises:
-        NoBackend: `SGLANG_KT_SM120_BACKEND` forces a backend that cannot serve this product.
+        NoBackend: K is no multiple of 128, or `SGLANG_KT_SM120_BACKEND` forces a backend that
+            cannot serve this product.
     """
+    if problem.k % BLOCK:
+        raise NoBackend(
+            f"K = {problem.k} (N = {problem.n}) is no multiple of 128: no backend serves it, and "
+            "sglang's own activation quantisation refuses it too"
+        )
     forced = env.BACKEND.get()
     reasons = _why_not(problem, device, cutlass)
     if forced != "auto":

@@ -63,7 +63,7 @@ def layer(linear, weight: torch.Tensor, weight_scale: torch.Tensor, dtype: torch
     if key in _warmed:
         return
     problem = op.problem_of(1, n, k, dtype)
-    cutlass = op.cutlass_verdict(weight.device, n, k)
+    cutlass = op.cutlass_verdict(weight.device, n, k, dtype)
     index = weight.device.index if weight.is_cuda else None
     device = devices.device(index)
     ms = representatives(problem, device, cutlass)
@@ -125,7 +125,7 @@ def one_process_at_a_time(seconds: float = LOCK_SECONDS) -> Iterator[None]:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
-            except OSError:
+            except BlockingIOError:
                 if time.monotonic() > deadline:
                     logger.warning(
                         "sglang-kt-sm120: another process has held %s for %.0f s; going on",
@@ -133,4 +133,6 @@ def one_process_at_a_time(seconds: float = LOCK_SECONDS) -> Iterator[None]:
                     )  # fmt: skip
                     break
                 time.sleep(0.05)
+            except OSError:  # a file system without locks
+                break
         yield

@@ -20,7 +20,7 @@ GOOD = {
     },
     "versions": {"triton": "3.5.1", "sglang-kt": "0.7.2"},
     "owners": {"sglang": ["sglang-kt"], "triton": ["triton"]},
-    "ptxas": dict.fromkeys(("sm_120a", "sm_121a"), {"ok": True, "path": "/p", "message": ""}),
+    "ptxas": {arch: {"ok": True, "path": "/p", "message": ""} for arch in ("sm_120a", "sm_121a")},
     "triton_cache": "/tmp",
 }  # fmt: skip
 WRAPPED = {"imported": True, "wrapped": True, "message": ""}

@@ -252,6 +252,23 @@ def test_a_layer_that_cannot_be_warmed_goes_back_to_stock(monkeypatch, lines):
     assert "ZeroDivisionError" in lines[-1].getMessage()
 
 
+def test_counters_survive_a_host_that_releases_its_memory(monkeypatch):
+    """sglang restores a model's buffers after sleeping, in place, and nothing else."""
+    counters = torch.zeros(op.COUNTER_SLOTS, 4, dtype=torch.int32)
+    monkeypatch.setattr(op, "counters_for", lambda *a: counters)
+    weight, scale = block_fp8(256, 256)
+    layer = torch.nn.Module()
+    layer.weight = torch.nn.Parameter(weight, requires_grad=False)
+    layer.weight_scale_inv = torch.nn.Parameter(scale, requires_grad=False)
+    made = method()
+    for _ in range(2):
+        host._prepare(made, made.w8a8_block_fp8_linear, layer, "weight_scale_inv")
+        assert dict(layer.named_buffers())["sm120_counters"] is counters
+        assert "sm120_counters" not in layer.state_dict()
+        assert not counters.any()
+        counters.fill_(7)  # as memory that was given away and came back
+
+
 def test_a_warm_up_that_failed_is_tried_again(monkeypatch):
     monkeypatch.setattr(warm, "representatives", lambda *a: 1 / 0)
     weight, scale = block_fp8(256, 256)

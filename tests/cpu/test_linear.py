@@ -163,6 +163,34 @@ def test_one_decision_for_many_calls(layer, monkeypatch):
     assert len(decided) == 1
 
 
+def test_one_callable_may_serve_layers_of_several_shapes(layer, monkeypatch):
+    """As sglang 0.5.23 does with replicated projections; each is decided by its own shape."""
+    linear, weight, scale = layer
+    other, other_scale = block_fp8(3 * N, K)
+    decided = []
+    original = op._decide
+    monkeypatch.setattr(op, "_decide", lambda *a: decided.append(a[2].shape) or original(*a))
+    op.forget_choices()
+    x = activation(3, K)
+    linear.prepare(other, other_scale)
+    for _ in range(2):
+        for w, s in ((weight, scale), (other, other_scale)):
+            got = linear(input=x, weight=w, block_size=[128, 128], weight_scale=s)
+            assert_right(got, reference.multiply(*reference.quantise(x), w, s))
+    assert decided == [weight.shape, other.shape]
+    with pytest.raises(ValueError, match="expected"):
+        linear(input=activation(3, 2 * K), weight=weight, block_size=[128, 128], weight_scale=scale)
+
+
+def test_scales_of_padded_rows_in_three_dimensions_are_refused(layer):
+    q, scale = reference.quantise(activation(10, K))
+    padded = torch.nn.functional.pad(scale.reshape(2, 5, -1), (0, 0, 0, 3))
+    with pytest.raises(ValueError, match="do not lie beside"):
+        call(layer, q.reshape(2, 5, K), input_scale=padded)
+    got = call(layer, q.reshape(2, 5, K), input_scale=scale.reshape(2, 5, -1))
+    assert_right(got.reshape(-1, N), reference.multiply(q, scale, *layer[1:]))
+
+
 def test_copies_and_pickles(layer):
     x = activation(2, K)
     for copied in (copy.deepcopy(layer[0]), pickle.loads(pickle.dumps(layer[0]))):

@@ -94,3 +94,8 @@ def test_forcing(monkeypatch):
     monkeypatch.setenv(env.BACKEND.name, "triton")
     with pytest.raises(select.NoBackend, match="needs a CUDA device"):
         select.choose(select.Problem(4, 128, 128), select.Device("cpu", (0, 0), 0, cuda=False))
+
+
+def test_a_k_that_nothing_serves_is_refused():
+    with pytest.raises(select.NoBackend, match="K = 2880"):
+        select.choose(select.Problem(4, 5120, 2880), devices.describe(NAMES[0]))

@@ -214,7 +214,7 @@ def _answers(demo: Demo, result: dict, warned: bool = False) -> None:
         demo.check(
             output["quantised"] < ROUNDING,
             f"M={layer['asked']['rows']}: relative error {output['quantised']:.2e} against float64 "
-            f"on the same FP8 operands (rounding to bf16 is 1.65e-03 of it; the limit is {ROUNDING:.0e}), "
+            f"on the same FP8 operands (rounding to bf16 gives 1.65e-03; limit {ROUNDING:.0e}), "
             f"{output['exact']:.1e} against the unquantised activation",
         )
 
