@@ -208,3 +208,21 @@ def test_install_before_fp8_is_imported_wraps_it_later(toy):
         plugin.register(); plugin.register()
     """
     assert run(textwrap.dedent(code) + textwrap.dedent(WRAPPED), toy) == "True True True"
+
+
+def test_the_linear_method_by_name(toy):
+    """For tools that name a linear method: sglang's, with our callable whatever dispatch says."""
+    fp8 = toy / "sglang" / "srt" / "layers" / "quantization" / "fp8.py"
+    fp8.write_text(
+        fp8.read_text() + "    def __init__(self, quant_config):\n"
+        "        self.quant_config = quant_config\n"
+        "        self.w8a8_block_fp8_linear = dispatch_w8a8_block_fp8_linear()\n"
+    )
+    code = """
+        from sglang_kt_sm120 import Sm120Fp8LinearMethod
+        from sglang.srt.layers.quantization import fp8
+        method = Sm120Fp8LinearMethod("config")
+        print(isinstance(method, fp8.Fp8LinearMethod), method.quant_config)
+        print(type(method.w8a8_block_fp8_linear).__name__, method.w8a8_block_fp8_linear.stock())
+    """
+    assert run(code, toy).splitlines() == ["True config", "Sm120BlockFp8Linear stock"]
