@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+from datetime import date
 
 from tests.hosts import judge, lab, play, read_in_source
 
@@ -31,8 +32,12 @@ compared with float64. No SM12x card took part: what the card itself does is not
   `auto`, `triton` and an accepted `flashinfer_trtllm` went to the plugin with the right numbers;
   every other choice, every other GPU (8.9, 9.0, 10.0) and `SGLANG_KT_SM120_ENABLE=0` got the very
   function object that sglang would use; and a refusal of sglang's own stood.
-- **way in**: the start-up hook, and sglang's plugin loader where there is one (run in a spawned
-  process, with `SGLANG_PLUGINS` naming us, not naming us, and unset).
+- **way in**: the start-up hook, and sglang's plugin loader where there is one: the real
+  `load_plugins()` with `SGLANG_PLUGINS` unset, naming us, and naming others, and a process that
+  never calls it. (Where the notes say "spawned", in interpreters that Python's spawn started, with
+  and without the start-up hook; elsewhere in forks, without it.)
+- **read ...; run ...** in the notes: the release is not as a reading of the sources, its own or its
+  neighbours', had said.
 
 """
 
@@ -50,6 +55,8 @@ def entry(record: dict) -> dict:
             f"every module that takes part is the same file as in {record['twin']}, whose play "
             "stands for all but the central scenario"
         )
+    if "hook" in record["loader"]:
+        notes.append("loader played in spawned processes")
     if _ask(played, "plugin, 12.0, on").get("given") == "torch.int32":
         notes.append("weight scales arrive packed in int32 with DeepGEMM on, and are unpacked")
     return {
@@ -105,8 +112,8 @@ def write(records: list[dict]) -> None:
             )
         lines.append("\n")
     served = sum(e["plugin"] == "served" for e in entries)
-    lines.append(f"{served} of {len(entries)} releases served, Python {platform.python_version()}, "
-                 f"torch {_torch()}.\n")  # fmt: skip
+    lines.append(f"{served} of {len(entries)} releases served. Python {platform.python_version()}, "
+                 f"torch {_torch()}, {date.today()}.\n")  # fmt: skip
     (DOCS / "compatibility.md").write_text("".join(lines))
 
 
