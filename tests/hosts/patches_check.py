@@ -132,7 +132,8 @@ def _contract(patch: Patch, release: releases.Release, tree: Path) -> Iterator[F
         ask = answer["asks"][0]
         error = ask.get("output", {}).get("quantised")
         good = ask.get("ours") and error is not None and error < TOLERANCE
-        yield bool(good), f"auto on {_dotted(cap)} with the plugin: ours, off by {error}"
+        seen = f"ours, off by {error}" if good else f"{ask} {answer['log']}"
+        yield bool(good), f"auto on {_dotted(cap)} with the plugin: {seen}"
     yield not answers[2]["wrapped"] and not answers[2]["asks"][0]["ours"], "plugin off: stock"
     yield answers[3]["asks"][0]["same"], "10.0 with the plugin: sglang's own function"
     for (_, judge), answer in zip(extra, answers[4:], strict=True):
