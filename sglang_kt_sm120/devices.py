@@ -33,8 +33,8 @@ class Gpu:
 
 
 GPUS = (
-    Gpu("RTX PRO 6000 Blackwell", "rtx_pro", (12, 0), 188, 128 << 20, 1792.0),
-    Gpu("GeForce RTX 5090", "geforce", (12, 0), 170, 96 << 20, 1792.0),
+    Gpu("RTX PRO 6000", "rtx_pro", (12, 0), 188, 128 << 20, 1792.0),
+    Gpu("RTX 5090", "geforce", (12, 0), 170, 96 << 20, 1792.0),
     Gpu("GB10", "gb10", (12, 1), 48, 24 << 20, 273.0),
 )
 

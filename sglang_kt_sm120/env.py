@@ -1,7 +1,7 @@
 """Every environment variable of this package: name, type, default, meaning.
 
-The CLI (`sglang-kt-sm120 env`) and docs/environment.md are made from `VARIABLES`; nothing else
-in the package reads `os.environ` for a `SGLANG_KT_SM120_*` name.
+The CLI (`sglang-kt-sm120 env`) and docs/environment.md are made from `VARIABLES`; only `_startup`,
+which may import nothing, reads one of them itself.
 """
 
 from __future__ import annotations

@@ -149,11 +149,17 @@ def from_model(path: str | Path) -> list[Linear]:
     """
     file = Path(path)
     file = file / "config.json" if file.is_dir() else file
-    config = json.loads(file.read_text())
-    config = config.get("text_config", config) | {
-        key: config[key] for key in ("quantization_config",) if key in config
-    }
-    quant = config.get("quantization_config") or {}
+    try:
+        config = json.loads(file.read_text())
+        return _layers(file, config.get("text_config", config), config.get("quantization_config"))
+    except (json.JSONDecodeError, AttributeError, TypeError) as error:
+        raise ValueError(f"{file} is no model's config.json: {error}") from None
+    except KeyError as error:
+        raise ValueError(f"{file} has no {error}, which this model's layers depend on") from None
+
+
+def _layers(file: Path, config: dict, quantization: dict | None) -> list[Linear]:
+    quant = quantization or config.get("quantization_config") or {}
     block = quant.get("weight_block_size")
     if block != [BLOCK, BLOCK]:
         raise ValueError(

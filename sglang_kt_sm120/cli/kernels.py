@@ -10,7 +10,6 @@ from rich.markup import escape
 
 from sglang_kt_sm120 import env
 from sglang_kt_sm120.cli.options import (
-    EXIT_NO_GPU,
     EXIT_PROBLEM,
     GpuOption,
     JsonOption,
@@ -20,8 +19,9 @@ from sglang_kt_sm120.cli.options import (
     TpOption,
     asked_device,
     err,
-    fail,
     linears,
+    need,
+    need_gpu,
     out,
     parse_ms,
     print_json,
@@ -35,22 +35,23 @@ def graphs(
     shape_set: SetOption = None,
     tp: TpOption = 1,
     bs: Annotated[
-        str | None, typer.Option(help="Batch sizes [default: sglang's own list, 1 to 256].")
+        str | None, typer.Option(help="Batch sizes (default: sglang's own list, 1 to 256).")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Capture CUDA graphs of a model's layers, replay them, and compare with eager bit for bit."""
-    import torch
     from rich.progress import Progress
 
-    if not torch.cuda.is_available():
-        raise fail("this needs a CUDA device, and torch sees none here", EXIT_NO_GPU)
+    layers = linears(shape, model, shape_set, tp)
+    sizes = parse_ms(bs) if bs else None
+    if sizes and min(sizes) < 1:
+        raise typer.BadParameter("batch sizes start at 1")
+    need_gpu()
+    import torch
+
     from sglang_kt_sm120 import graphs
 
-    layers = linears(shape, model, shape_set, tp)
-    sizes = parse_ms(bs) if bs else graphs.sglang_batch_sizes(256)
-    if min(sizes) < 1:
-        raise typer.BadParameter("batch sizes start at 1")
+    sizes = sizes or graphs.sglang_batch_sizes(256)
     device = torch.device("cuda", torch.cuda.current_device())
     rows = []
     with Progress(console=err, transient=True) as progress:
@@ -90,6 +91,7 @@ def warm(
     from rich.progress import Progress
 
     layers, device = linears(shape, model, shape_set, tp), asked_device(gpu)
+    need("torch", "triton")
     from sglang_kt_sm120 import ahead, devices, system
 
     arch = devices.arch_of(seen=device.capability, real=device.capability)
@@ -112,11 +114,12 @@ def aot(
     shape_set: SetOption = None,
     tp: TpOption = 1,
     arch: Annotated[
-        list[str], typer.Option(help="Target, sm_120a or sm_121a; may be repeated [default: both].")
+        list[str], typer.Option(help="Target, sm_120a or sm_121a; may be repeated (default: both).")
     ] = [],  # noqa: B006
     as_json: JsonOption = False,
 ) -> None:
     """Compile every kernel that selection can return, and judge registers, spills and SASS."""
+    need("torch", "triton")
     import triton
     from rich.progress import Progress
 

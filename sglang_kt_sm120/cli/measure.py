@@ -11,7 +11,6 @@ from rich.markup import escape
 
 from sglang_kt_sm120 import env
 from sglang_kt_sm120.cli.options import (
-    EXIT_NO_GPU,
     EXIT_PROBLEM,
     JsonOption,
     ModelOption,
@@ -19,8 +18,9 @@ from sglang_kt_sm120.cli.options import (
     ShapeOption,
     TpOption,
     err,
-    fail,
     linears,
+    need,
+    need_gpu,
     out,
     parse_ms,
     print_json,
@@ -43,17 +43,22 @@ def bench(
     ] = None,
 ) -> None:
     """Time a model's layers: ours, the host's own functions, and reading the weight alone."""
-    import torch
     from rich.progress import Progress
 
-    if not torch.cuda.is_available():
-        raise fail("this needs a CUDA device, and torch sees none here", EXIT_NO_GPU)
-    from sglang_kt_sm120 import bench, devices, host, shapes
+    from sglang_kt_sm120 import shapes
 
     layers = shapes.unique(linears(shape, model, shape_set, tp))
     ms = parse_ms(m)
     if min(ms) < 1:
         raise typer.BadParameter("rows start at 1")
+    for file in filter(None, (csv_file, plot)):  # minutes of timing must not end in an error
+        if not file.parent.is_dir():
+            raise typer.BadParameter(f"{file.parent} is no folder")
+    if plot:
+        need("matplotlib")
+    need_gpu()
+    from sglang_kt_sm120 import bench, devices, host
+
     candidates = bench.candidates(
         devices.device(0), devices.arch(0), env.PDL.get(), host.linear_functions()
     )
@@ -115,10 +120,8 @@ def _write_csv(file: Path, rows: list[dict]) -> None:
 
 def _draw(file: Path, records) -> None:
     """Draw, for each layer, time over the measured read floor against M, a line per candidate."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise fail("--plot needs matplotlib: pip install matplotlib", EXIT_PROBLEM) from None
+    from matplotlib.figure import Figure
+
     layers = list(dict.fromkeys((record.shape, record.n, record.k) for record in records))
     figure = Figure(figsize=(4 * min(4, len(layers)), 3 * -(-len(layers) // 4)), layout="tight")
     axes = figure.subplots(-(-len(layers) // 4), min(4, len(layers)), squeeze=False).flatten()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 from typing import Annotated, Any
 
@@ -33,7 +34,7 @@ JsonOption = Annotated[
 ModelOption = Annotated[str | None, typer.Option(help="A model's folder or config.json.")]
 ShapeOption = Annotated[list[str], typer.Option(help="N,K of one layer; may be repeated.")]
 SetOption = Annotated[
-    str | None, typer.Option("--set", help=f"A named set of shapes [default: {DEFAULT_SET}].")
+    str | None, typer.Option("--set", help=f"A named set of shapes (default: {DEFAULT_SET}).")
 ]
 TpOption = Annotated[int, typer.Option(min=1, help="Tensor-parallel size.")]
 GpuOption = Annotated[
@@ -97,15 +98,16 @@ def linears(shape: list[str], model: str | None, shape_set: str | None, tp: int)
     if shape:
         return [parse_shape(text) for text in shape]
     try:
-        if model:
-            found = shapes.from_model(model)
-        else:
-            found = shapes.SHAPE_SETS[shape_set or DEFAULT_SET]
-    except KeyError:
-        known = ", ".join(shapes.SHAPE_SETS)
-        raise typer.BadParameter(f"no shape set {shape_set!r}; there are {known}") from None
-    except (OSError, ValueError) as error:
+        found = (
+            shapes.from_model(model) if model else shapes.SHAPE_SETS.get(shape_set or DEFAULT_SET)
+        )
+    except OSError as error:
+        raise typer.BadParameter(f"{error}; --model takes a local folder or config.json") from None
+    except ValueError as error:
         raise typer.BadParameter(str(error)) from None
+    if found is None:
+        known = ", ".join(shapes.SHAPE_SETS)
+        raise typer.BadParameter(f"no shape set {shape_set!r}; there are {known}")
     try:
         return shapes.shard(found, tp)
     except ValueError as error:
@@ -121,6 +123,29 @@ def unusual(config) -> dict[str, Any]:
     return {f.name: v for f in fields if (v := getattr(config, f.name)) != f.default}
 
 
+def need(*libraries: str) -> None:
+    """End the command with what to install where a library that it needs is missing."""
+    missing = [name for name in libraries if importlib.util.find_spec(name) is None]
+    if missing:
+        raise fail(
+            f"this needs {' and '.join(missing)}, which this Python does not have; install a build "
+            "of torch for your GPU (triton comes with it), and see `sglang-kt-sm120 doctor`",
+            EXIT_PROBLEM,
+        )
+
+
+def need_gpu() -> None:
+    """End the command, with exit code 3, where torch sees no CUDA device."""
+    need("torch", "triton")
+    import torch
+
+    if not torch.cuda.is_available():
+        raise fail(
+            "this needs a CUDA device, and torch sees none here; `sglang-kt-sm120 doctor` says why",
+            EXIT_NO_GPU,
+        )
+
+
 def asked_device(gpu: str | None):
     """Return the `select.Device` that --gpu names, or this machine's first SM12x GPU."""
     from sglang_kt_sm120 import devices
@@ -130,6 +155,7 @@ def asked_device(gpu: str | None):
             return devices.describe(gpu)
         except ValueError as error:
             raise typer.BadParameter(str(error)) from None
+    need("torch")
     import torch
 
     for index in range(torch.cuda.device_count()):

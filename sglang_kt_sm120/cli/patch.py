@@ -38,7 +38,9 @@ def patch(
             for line in plan.lines():
                 out.print(escape(line))
             if plan.patch is not None and (plan.state != "applied" or revert):
-                out.print(Syntax(plan.patch.diff, "diff", background_color="default"))
+                out.print(
+                    Syntax(plan.patch.diff, "diff", background_color="default", word_wrap=True)
+                )
         if not (apply or revert):
             raise typer.Exit(0 if plan.state != "none" else EXIT_PROBLEM)
         if as_json and not yes:

@@ -138,10 +138,26 @@ def test_aot_fails_where_a_gate_fails(monkeypatch):
     assert any("> 1024" in text for kernel in kernels for text in kernel["failures"])
 
 
+def test_help_shows_the_defaults():
+    text = run("explain", "--help").stdout.replace("│", " ")
+    assert "default: deepseek-r1" in " ".join(text.split())
+
+
+def test_a_missing_library_is_named(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "this needs torch" in " ".join(run("graphs", code=1).stderr.split())
+    answer = json.loads(run("aot", "--json", code=1).stdout)
+    assert answer["ok"] is False
+    assert "torch and triton" in answer["error"]
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="shows what happens without a CUDA device")
 def test_graphs_need_a_cuda_device():
     assert "needs a CUDA device" in run("graphs", code=3).stderr
     assert "needs a CUDA device" in run("bench", code=3).stderr
+    assert json.loads(run("graphs", "--json", code=3).stdout)["ok"] is False
+    run("bench", "--m", "x", code=2)
+    run("graphs", "--bs", "0", code=2)
 
 
 def records(us: float | None):

@@ -80,6 +80,15 @@ def test_other_blocks_and_unknown_layers_are_refused(tmp_path):
         shapes.from_model(write(tmp_path, quantization_config=other))
     with pytest.raises(ValueError, match=r"None"):
         shapes.from_model(write(tmp_path, quantization_config=None))
+    for text, message in (("[1]", "no model's config"), ("{", "no model's config")):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(ValueError, match=message):
+            shapes.from_model(tmp_path)
+    (tmp_path / "config.json").write_text(
+        json.dumps({k: v for k, v in R1.items() if k != "hidden_size"})
+    )
+    with pytest.raises(ValueError, match="hidden_size"):
+        shapes.from_model(tmp_path)
     with pytest.raises(FileNotFoundError):
         shapes.from_model(tmp_path / "nowhere.json")
     (tmp_path / "config.json").write_text(
