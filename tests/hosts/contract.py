@@ -244,7 +244,8 @@ def _use(ask: dict, method, names: tuple[str, str], fp8_utils) -> dict:
 
     apply, scale_name = names
     (n, k), layer = SHAPE, torch.nn.Module()
-    layer.orig_dtype, layer.tp_group = torch.bfloat16, None  # as of a ReplicatedLinear
+    layer.orig_dtype = torch.bfloat16
+    layer.tp_group, layer.deepgemm_mxfp8_input = None, False  # as sglang's LinearBase has them
     generator = torch.Generator().manual_seed(int.from_bytes(os.urandom(4), "little"))
     method.create_weights(
         layer=layer, input_size_per_partition=k, output_partition_sizes=[n], input_size=k,
