@@ -6,7 +6,7 @@ BIN   := $(VENV)/bin
 ARGS  ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help test test-hosts lint fmt demo capture-graphs doctor wheel docs patches-check clean
+.PHONY: help test test-hosts test-newest lint fmt demo capture-graphs doctor wheel docs patches-check clean
 
 help: ## List the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -24,6 +24,12 @@ test: $(BIN)/.ready ## Run every test that this machine can run
 	$(BIN)/python -m tests.hosts.lab install
 	$(BIN)/python -m pytest -n 2 --dist loadgroup tests/cpu $(ARGS)
 	$(BIN)/python -m pytest tests/gpu tests/e2e  # one at a time: they time, and share one GPU
+
+test-hosts: $(BIN)/.ready ## Play the contract on every released host (long, resumable); writes docs/compatibility.*
+	$(BIN)/python -m tests.hosts.matrix $(ARGS)
+
+test-newest: $(BIN)/.ready ## Try the newest sglang-kt and sglang by name; writes nothing
+	$(BIN)/python -m tests.hosts.matrix --newest $(ARGS)
 
 lint: $(BIN)/.ready ## Check style
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
