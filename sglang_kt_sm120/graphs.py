@@ -107,7 +107,7 @@ def _check_batch(layers: list[Layer], bs: int, where: Where, device: torch.devic
             _compare(row, "two streams", layers[:2], bs, where, on_two_streams)
         row.replay_us = _median_us(graph.replay)
         row.kernels = kernel_count(graph.replay)
-    except Exception as error:
+    except Exception as error:  # a failing batch size is a finding; the next ones follow
         row.failures.append(f"{type(error).__name__}: {error}")
     row.pool_mib = (torch.cuda.memory_reserved(device) - before) / 2**20
     row.equal = not row.failures

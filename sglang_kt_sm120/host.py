@@ -133,7 +133,7 @@ def _wrap_load(module, cls, scale_name: str) -> None:
 def _dispatch(original: Callable, fp8_utils, args: tuple, kwargs: dict):
     try:
         stock = original(*args, **kwargs)
-    except Exception:
+    except Exception:  # whatever the host refuses with; raised again
         _name_flags_that_work(fp8_utils)
         raise
     try:
@@ -141,7 +141,7 @@ def _dispatch(original: Callable, fp8_utils, args: tuple, kwargs: dict):
         return _answer(stock, fp8_utils, block)
     except Refused as refusal:
         raise RuntimeError(str(refusal)) from None
-    except Exception as error:
+    except Exception as error:  # ours must not take a server down: stock it is
         _failed("dispatch", error)
         return stock
 
@@ -170,7 +170,7 @@ def _name_flags_that_work(fp8_utils) -> None:
                 "sglang refuses %s on %s; what works here: %s.",
                 asked.source or "this FP8 backend", names[0], FLAGS_THAT_WORK,
             )  # fmt: skip
-    except Exception as error:
+    except Exception as error:  # a hint must not hide the refusal
         _failed("explaining a refusal", error)
 
 
@@ -237,7 +237,7 @@ def _keep(method, layer):
         return None
     try:
         why_not = _not_ours(method, layer)
-    except Exception as error:
+    except Exception as error:  # ours must not take a server down: stock it is
         _failed("looking at a layer", error)
         why_not = "failed"
     if why_not is None:
@@ -294,7 +294,7 @@ def _prepare(method, ours, layer, scale_name: str) -> None:
             warm.layer(ours, weight, scale, dtype)
     except select.NoBackend:
         raise
-    except Exception as error:
+    except Exception as error:  # no compiler, no memory, anything: stock it is
         _failed("warming a layer", error)
         method.w8a8_block_fp8_linear = ours.stock
 

@@ -25,7 +25,7 @@ def register() -> None:
 
         _startup.arm()  # fp8.py and fp8_utils.py may not be imported yet
         host.install()
-    except Exception:
+    except Exception:  # sglang starts whatever is wrong with us
         logger.exception("sglang-kt-sm120 could not be installed: sglang's own FP8 dispatch stays")
 
 
@@ -37,7 +37,7 @@ def after_import(module) -> None:
         from sglang_kt_sm120 import host
 
         host.install()
-    except Exception:
+    except Exception:  # as above
         logger.exception("sglang-kt-sm120 could not be installed: sglang's own FP8 dispatch stays")
 
 

@@ -40,7 +40,7 @@ def guarded(probe: Callable[[], Any]) -> Any:
     """Return what `probe` finds, or `{"error": ...}`."""
     try:
         return probe()
-    except Exception as error:
+    except Exception as error:  # the report always prints: see above
         return {"error": f"{type(error).__name__}: {error}"}
 
 
