@@ -12,6 +12,13 @@ TRTLLM_VARIABLE = (("SGLANG_ENABLE_FLASHINFER_FP8_GEMM", "1"),)
 #: against itself with every kernel of the process lowered as for SM120 (no change on such a card).
 YARDSTICKS = ("kt-0.6.1", "installed")
 LOWERED = (("TRITON_OVERRIDE_ARCH", "sm120"),)
+COMPILE = (("enable_torch_compile", True), ("torch_compile_max_bs", 8))
+#: Compiled with fullgraph=True, cut at attention, captured per number of tokens; some of them.
+PIECEWISE = (("enable_piecewise_cuda_graph", True), ("piecewise_cuda_graph_max_tokens", 512))
+EAGER = (("disable_cuda_graph", True),)
+#: sglang 0.5.17 captures prefill too, by default; fewer sizes of it than by default.
+NEWER, FEWER = "sglang-0.5.17", (("cuda_graph_max_bs_prefill", 512),)
+NO_GRAPHS = (("cuda_graph_backend_decode", "disabled"), ("cuda_graph_backend_prefill", "disabled"))
 #: No launch log, so that the traceback is the host's alone.
 BARE = (("E2E_LAUNCH_LOG", ""),)
 
@@ -46,6 +53,18 @@ def _cases():
     yield Case(f"{new}-{MLA}-trtllm", new, MLA, trtllm)
     yield Case(f"{new}-{MLA}-trtllm-variable", new, MLA, environment=TRTLLM_VARIABLE)
     yield Case(f"{new}-{MLA}-triton", new, MLA, "triton")
+    # torch.compile and piecewise graphs, against neither.
+    for kind in (MLA, QWEN):
+        name = f"kt-0.6.1-{kind}"
+        yield Case(f"{name}-eager", "kt-0.6.1", kind, flags=EAGER)
+        yield Case(f"{name}-compiled", "kt-0.6.1", kind, flags=COMPILE)
+        yield Case(f"{name}-piecewise", "kt-0.6.1", kind, flags=PIECEWISE)
+        for backend in ("auto", "triton"):  # what the host's own paths do there
+            own = f"{name}-{backend}-piecewise-without"
+            yield Case(own, "kt-0.6.1", kind, backend, plugin=False, flags=PIECEWISE)
+        name = f"{NEWER}-{kind}"
+        yield Case(f"{name}-default", NEWER, kind, flags=FEWER)
+        yield Case(f"{name}-eager", NEWER, kind, flags=NO_GRAPHS)
     # The real server over HTTP.
     for host in ("kt-0.6.1", "kt-0.7.2", "installed"):
         yield Case(f"{host}-{MLA}-server", host, MLA, server=True)

@@ -24,6 +24,7 @@ FOLDERS = {
     "kt-0.5.2.post1": ("kt-0.5.2.post1", "transformers-4", "common"),
     "kt-0.6.1": ("kt-0.6.1", "transformers-4", "common"),
     "kt-0.7.2": ("kt-0.7.2", "common"),
+    "sglang-0.5.17": ("sglang-0.5.17", "common"),
 }
 
 
@@ -33,7 +34,11 @@ def pythons() -> dict[str, str]:
     if records:  # of an earlier run: nothing is started
         return {host: "" for host in FOLDERS if list(Path(records).glob(f"{host}-*.record"))}
     if made:
-        return {folder.name: str(folder / "bin/python") for folder in Path(made).glob("kt-*")}
+        return {
+            folder.name: str(folder / "bin/python")
+            for folder in Path(made).iterdir()
+            if folder.name in FOLDERS
+        }
     return {"installed": sys.executable} if util.find_spec("sglang") else {}
 
 
@@ -43,6 +48,8 @@ def make(archive: Path, wheel: Path, folder: Path) -> None:
     sites.mkdir(parents=True)
     subprocess.run(["sh", "-c", f"xz -dc -T0 {archive} | tar -x -C {sites}"], check=True)
     for host, parts in FOLDERS.items():
+        if not (sites / host).is_dir():
+            continue
         path = folder / host
         venv.create(path, system_site_packages=True, symlinks=True)
         python = path / "bin/python"

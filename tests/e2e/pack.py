@@ -1,12 +1,13 @@
 """Pack real sglang-kt hosts for a GPU machine that reaches no package registry.
 
-    python tests/e2e/pack.py OUT.tar.xz          # then tests/e2e/hosts.py unpacks it there
+    python tests/e2e/pack.py OUT.tar.xz [HOST ...]     # then tests/e2e/hosts.py unpacks it there
 
 The GPU machine has torch 2.11, Triton and nvcc for Python 3.12; `requirements/` pins the rest.
 sglang-kt asks for sgl-kernel 0.3.21, which was built for torch 2.9 (kt-kernel 0.7.2 carries its
 SM100 build alone, spread over five wheels); sglang-kernel 0.4.2 is the same library for torch 2.11
 and lacks only FP4 and Marlin names, which a stand-in refuses by name. What these tests never reach
-(other GPUs' kernels, diffusion models, xgrammar) stays out, so that three hosts fit in 50 MiB.
+(other GPUs' kernels, diffusion models, xgrammar) stays out, so that three hosts fit in 50 MiB. Without HOST the three sglang-kt are packed; an upstream sglang brings
+kernels of its own and goes into an archive of its own.
 """
 
 from __future__ import annotations
@@ -17,6 +18,10 @@ import sys
 import tempfile
 import zipfile
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from tests.e2e.hosts import FOLDERS
 
 LISTS = Path(__file__).resolve().parent / "requirements"
 PLATFORMS = [f"manylinux_2_{n}_x86_64" for n in (35, 34, 31, 28, 27, 26, 24, 17, 12, 5)]
@@ -76,8 +81,9 @@ def stand_in(site: Path) -> None:
 def main() -> None:
     out = Path(sys.argv[1]).resolve()
     out.parent.mkdir(parents=True, exist_ok=True)
+    wanted = sys.argv[2:] or [host for host in FOLDERS if host.startswith("kt-")]
     with tempfile.TemporaryDirectory() as folder:
-        names = sorted(file.stem for file in LISTS.glob("*.txt"))
+        names = sorted({name for host in wanted for name in FOLDERS[host]})
         for name in names:
             wheels = Path(folder, "wheels", name)
             wheels.mkdir(parents=True)

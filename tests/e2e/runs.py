@@ -52,7 +52,7 @@ TEST_FLAGS = {
     "log_level": "info",
 }
 TELLING = re.compile(
-    r"sglang-kt-sm120|[Cc]apture cuda graph|Capture .*graph end|BackendSupportedError|DeepGEMM JIT"
+    r"sglang-kt-sm120|[Cc]apture .*[Gg]raph|[Pp]iecewise|BackendSupportedError|DeepGEMM JIT"
     r"|ENGINE |fired up|hit an exception|KV Cache is allocated|Load weight end|Traceback|Error:"
 )
 DIED = re.compile(r"Scheduler hit an exception|Received sigquit from a child process")

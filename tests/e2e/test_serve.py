@@ -15,6 +15,7 @@ import pytest
 
 from tests.e2e import compare, hosts, runs
 from tests.e2e.cases import CASES, MLA, QWEN, YARDSTICKS
+from tests.e2e.judge import HOSTS, calls, here, stock_calls
 
 torch = pytest.importorskip("torch")
 pytestmark = [
@@ -25,33 +26,12 @@ pytestmark = [
     pytest.mark.skipif(not hosts.pythons(), reason="no real sglang host: see tests/e2e/hosts.py"),
 ]
 CUTLASS = "cutlass_w8a8_block_fp8_linear_with_fallback"
-HOSTS = sorted(hosts.pythons())
 REFUSED = "gemm_fp8_nt_groupwise does not support backend 'trtllm' with capability 120"
-#: Linear functions of sglang that must not run while the plugin serves; its CUTLASS may (prefill).
-NEVER = ("triton_w8a8", "deepgemm_w8a8", "flashinfer_gemm")
-
-
-def calls(record: dict, **wanted) -> int:
-    """Count calls, over all processes, whose fields equal `wanted`."""
-    rows = [row for process in record["processes"] for row in process["calls"]]
-    return sum(
-        row["count"] for row in rows if all(row[key] == value for key, value in wanted.items())
-    )
-
-
-def here(*names: str):
-    """Mark one test per case, for the hosts of this machine."""
-    return [
-        pytest.param(name, marks=pytest.mark.cases(name))
-        for name in names
-        if CASES[name].host in HOSTS
-    ]
-
 
 SERVED = [
     name
     for name, case in CASES.items()
-    if case.plugin and (case.host != "installed" or not case.deep_gemm)
+    if case.plugin and not case.flags and (case.host != "installed" or not case.deep_gemm)
 ]
 CRASHES = [name for name in CASES if name.endswith("-crash")]
 STOCK = [name for name in CASES if "-stock-" in name]
@@ -87,8 +67,7 @@ def test_served_through_graph_capture(name, record):
     for m in runs.GRAPH_BATCH_SIZES:
         assert calls(got, by="plugin", name="triton", m=m, capturing=True, arch=arch or ""), m
     assert calls(got, by="plugin", name="reference") == 0
-    rows = [row for process in got["processes"] for row in process["calls"]]
-    assert not [row for row in rows if row["by"] == "stock" and row["name"].startswith(NEVER)]
+    assert not stock_calls(got)
 
 
 @pytest.mark.parametrize("name", here(*SERVED))

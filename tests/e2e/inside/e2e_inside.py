@@ -93,6 +93,16 @@ class LaunchLog:
         torch = sys.modules["torch"]
         return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
+    @staticmethod
+    def dynamo() -> dict[str, int]:
+        """Count what torch.compile traced: graphs, and breaks in them."""
+        utils = sys.modules.get("torch._dynamo.utils")
+        counters = getattr(utils, "counters", {})
+        return {
+            "graphs": counters.get("stats", {}).get("unique_graphs", 0),
+            "breaks": sum(counters.get("graph_break", {}).values()),
+        }
+
     def start(self) -> None:
         threading.Thread(target=self.keep_writing, daemon=True).start()
 
@@ -104,7 +114,7 @@ class LaunchLog:
     def write(self) -> None:
         keys = ("by", "name", "arch", "m", "capturing")
         calls = [dict(zip(keys, key, strict=True), count=n) for key, n in list(self.calls.items())]
-        text = json.dumps({"calls": calls, "kernels": dict(self.kernels)})
+        text = json.dumps({"calls": calls, "kernels": dict(self.kernels), "dynamo": self.dynamo()})
         if (calls or self.kernels) and text != self.written:
             path = os.path.join(self.folder, f"{os.getpid()}.json")
             with open(f"{path}.new", "w") as file:
