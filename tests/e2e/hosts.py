@@ -34,11 +34,7 @@ def pythons() -> dict[str, str]:
     if records:  # of an earlier run: nothing is started
         return {host: "" for host in FOLDERS if list(Path(records).glob(f"{host}-*.record"))}
     if made:
-        return {
-            folder.name: str(folder / "bin/python")
-            for folder in Path(made).iterdir()
-            if folder.name in FOLDERS
-        }
+        return {host: f"{made}/{host}/bin/python" for host in FOLDERS if Path(made, host).is_dir()}
     return {"installed": sys.executable} if util.find_spec("sglang") else {}
 
 
