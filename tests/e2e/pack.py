@@ -6,8 +6,10 @@ The GPU machine has torch 2.11, Triton and nvcc for Python 3.12; `requirements/`
 sglang-kt asks for sgl-kernel 0.3.21, which was built for torch 2.9 (kt-kernel 0.7.2 carries its
 SM100 build alone, spread over five wheels); sglang-kernel 0.4.2 is the same library for torch 2.11
 and lacks only FP4 and Marlin names, which a stand-in refuses by name. What these tests never reach
-(other GPUs' kernels, diffusion models, xgrammar) stays out, so that three hosts fit in 50 MiB. Without HOST the three sglang-kt are packed; an upstream sglang
-brings kernels of its own and goes into an archive of its own.
+(other GPUs' kernels, diffusion models, xgrammar) stays out, so that three hosts fit in 50 MiB.
+
+Without HOST the three sglang-kt are packed. An upstream sglang brings kernels of its own and goes
+into an archive of its own.
 """
 
 from __future__ import annotations
