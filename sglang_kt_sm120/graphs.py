@@ -1,7 +1,7 @@
 """The CUDA-graph check: capture what a server would capture, replay it, compare with eager.
 
-For each batch size, largest first as sglang does it: every layer in a graph of its own, then all
-layers in one graph, then two layers on two streams inside one graph. Every graph is replayed twice
+For each batch size, largest first as sglang does it: all layers in one graph, then every layer in a
+graph of its own, then two layers on two streams inside one graph. Every graph is replayed twice
 with new inputs and must equal the eager result bit for bit.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -34,7 +34,8 @@ class Row:
         bs: Rows of the activation.
         kernels: GPU kernels in the graph of all layers, None where they could not be counted.
         capture_ms: Capturing that graph.
-        pool_mib: Memory that capturing all graphs of this batch size added to the pool.
+        pool_mib: Memory that the graph of all layers added to the pool it shares with those of
+            larger batch sizes.
         replay_us: One replay of the graph of all layers; the median of ten.
         equal: Every replay of every graph equalled eager.
         failures: What differed or failed: graph, shape, first differing element.
@@ -51,11 +52,20 @@ class Row:
 
 @dataclass(frozen=True)
 class Where:
-    """Where graphs are captured: their memory pool, the stream, and one beside it."""
+    """Where graphs are captured: their memory pool, the stream, and one beside it.
+
+    `kept` are the graphs of all layers: like a server's they live on, and share the pool.
+    """
 
     pool: tuple
     stream: torch.cuda.Stream
     side: torch.cuda.Stream
+    kept: list[torch.cuda.CUDAGraph] = field(default_factory=list)
+
+    def bytes(self) -> int:
+        """Memory that the pool holds now."""
+        segments = torch.cuda.memory_snapshot()
+        return sum(s["total_size"] for s in segments if tuple(s["segment_pool_id"]) == self.pool)
 
 
 class Layer:
@@ -93,23 +103,26 @@ def check(
     )
     with torch.inference_mode():
         for bs in sorted(batch_sizes, reverse=True):
-            yield _check_batch(layers, bs, where, device)
+            yield _check_batch(layers, bs, where)
 
 
-def _check_batch(layers: list[Layer], bs: int, where: Where, device: torch.device) -> Row:
+def _check_batch(layers: list[Layer], bs: int, where: Where) -> Row:
     row = Row(bs)
-    before = torch.cuda.memory_reserved(device)
+    alone = torch.cuda.graph_pool_handle()  # what is captured only to be compared
     try:
+        before = where.bytes()
+        row.capture_ms, graph = _compare(row, "all layers", layers, bs, where, in_order)
+        where.kept.append(graph)
+        row.pool_mib = (where.bytes() - before) / 2**20
+        where = replace(where, pool=alone)
         for layer in layers:
             _compare(row, layer.name, [layer], bs, where, in_order)
-        row.capture_ms, graph = _compare(row, "all layers", layers, bs, where, in_order)
         if len(layers) > 1:
             _compare(row, "two streams", layers[:2], bs, where, on_two_streams)
         row.replay_us = _median_us(graph.replay)
         row.kernels = kernel_count(graph.replay)
     except Exception as error:  # a failing batch size is a finding; the next ones follow
         row.failures.append(f"{type(error).__name__}: {error}")
-    row.pool_mib = (torch.cuda.memory_reserved(device) - before) / 2**20
     row.equal = not row.failures
     return row
 

@@ -48,6 +48,9 @@ def test_the_command_passes_on_this_gpu():
     assert result.exit_code == 0, answer
     assert [row["bs"] for row in answer["rows"]] == [65, 16, 3, 1]
     assert all(row["equal"] and row["kernels"] for row in answer["rows"])
+    pool = [row["pool_mib"] for row in answer["rows"]]
+    assert pool[0] > 0  # the largest makes the room
+    assert all(0 <= mib <= pool[0] for mib in pool)  # in which the smaller ones mostly fit
 
 
 def test_a_difference_is_found_and_fails(monkeypatch):
@@ -136,6 +139,29 @@ def test_a_first_call_in_capture_is_a_clear_error(monkeypatch):
         layer(x)
     torch.cuda.synchronize()
     layer(x)  # and afterwards life goes on
+
+
+@torch.inference_mode()
+def test_deterministic_decode_captures_and_replays(compiled):
+    """Warmed at load as `--enable-deterministic-inference` is, whatever M comes first."""
+    op.set_deterministic(True)
+    try:
+        layer = make(shapes.Linear("fixed", 576, 1280))
+        warm.layer(layer.linear, layer.weight, layer.scale, torch.bfloat16)
+        compiled.clear()
+        row = activation(1, 1280, device="cuda")
+        first = None
+        for bs in (65, 8, 1, 33):
+            x = row.repeat(bs, 1)
+            graph, out = capture(layer, x, warm=False)
+            out.fill_(torch.nan)
+            graph.replay()
+            assert torch.equal(out, layer(x))
+            first = out[0].clone() if first is None else first
+            assert torch.equal(out, first.expand_as(out))  # whatever M
+        assert not compiled
+    finally:
+        op.set_deterministic(False)
 
 
 @torch.inference_mode()

@@ -159,21 +159,20 @@ def test_the_way_to_the_launcher_costs_under_ten_microseconds(mode, monkeypatch)
     op.forget_choices()
     arguments, options = seen["call"]
 
-    def cost(call, calls=300):
-        """Median host time of one call, in microseconds, with the GPU kept from falling behind."""
-        times = []
-        for _ in range(20):
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            for _ in range(calls):
-                call()
-            times.append((time.perf_counter() - start) / calls * 1e6)
-        return sorted(times)[len(times) // 2]
+    def cost(call, calls=100):
+        """Host time of one call in microseconds; so few calls that the GPU's queue never fills."""
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        return (time.perf_counter() - start) / calls * 1e6
 
     with mode():
         layer(x)
-        direct = cost(lambda: original(*arguments, **options))
-        whole = cost(lambda: layer(x))
+        rounds = [(cost(lambda: original(*arguments, **options)), cost(lambda: layer(x)))
+                  for _ in range(60)]  # fmt: skip
+    # In turn, and the least of each: a neighbour on the machine only ever adds.
+    direct, whole = (min(times) for times in zip(*rounds, strict=True))
     print(f"launcher {direct:.1f} us, layer {whole:.1f} us")
     assert whole - direct <= 10
 
