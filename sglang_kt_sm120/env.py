@@ -10,6 +10,7 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 logger = logging.getLogger("sglang_kt_sm120")
@@ -128,10 +129,15 @@ MMA = _variable(
     "block-scaled FP8 (GeForce, where plain FP8 runs at half rate); auto decides by GPU.",
     _one_of("auto", "plain", "block_scale"),
 )  # fmt: skip
+CONFIG_DIR = _variable(
+    "CONFIG_DIR", "~/.cache/sglang-kt-sm120", "a folder",
+    "Where `tune` writes the tuned table of this machine's GPU, and where it is looked for first.",
+    lambda text: Path(text).expanduser(),
+)  # fmt: skip
 TEST_CAPABILITY = _variable(
     "TEST_CAPABILITY", "", "empty, or a compute capability such as 12.0",
     "For tests only: the compute capability that this plugin (and nothing else) believes every "
     "device has. Without a GPU the reference backend then serves.", _capability,
 )  # fmt: skip
 
-VARIABLES = (ENABLE, REPLACE, STRICT, BACKEND, PDL, MMA, TEST_CAPABILITY)
+VARIABLES = (ENABLE, REPLACE, STRICT, BACKEND, PDL, MMA, CONFIG_DIR, TEST_CAPABILITY)
