@@ -134,6 +134,8 @@ def _decide(x, x_scale, weight, weight_scale, out_dtype) -> tuple:
     key = _require_compiled(choice, problem, x) if index is not None else None
     backend = import_module(f"{NAMESPACE}.backends.{choice.backend}")
     options = {"arch": devices.arch(index), "pdl": env.PDL.get()}
+    if hasattr(backend, "plan"):  # works out once what no call of this layer changes
+        return backend.plan(choice.config, n, k, **options), choice, key
     return functools.partial(backend.run, **options), choice, key
 
 

@@ -10,7 +10,8 @@ activation is quantised on the way, by the program's warps together.
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Callable
+
 import triton
 import triton.language as tl
 
@@ -203,12 +204,8 @@ def _direct_kernel(
 
 
 def direct(
-    x: torch.Tensor,
-    w: torch.Tensor,
-    w_scale: torch.Tensor,
-    out: torch.Tensor,
-    scratch: torch.Tensor,
-    counters: torch.Tensor,
+    n: int,
+    k: int,
     *,
     block_m: int,
     block_n: int,
@@ -217,44 +214,46 @@ def direct(
     num_warps: int,
     chunk: int,
     options: dict | None = None,
-) -> None:
-    """Launch the register-direct kernel: out = x @ w.T for at most `block_m` rows.
+) -> Callable[..., None]:
+    """Return a launcher of the register-direct kernel: out = x @ w.T for at most `block_m` rows.
 
     Args:
-        x: [M, K] bf16 or fp16, 1 <= M <= block_m, K a multiple of 128, inner stride 1.
-        w: [N, K] e4m3, contiguous.
-        w_scale: [ceil(N / 128), K / 128] fp32, contiguous.
-        out: [M, N] bf16 or fp16, contiguous, overwritten.
-        scratch: fp32, at least tiles * splits * block_m * block_n elements when splits > 1.
-        counters: int32, at least `tiles` zeros when splits > 1; zero again afterwards.
+        n, k: size of the weight, k a multiple of 128.
         block_m: 8 or 16 tokens.
         block_n: weight rows per program, a multiple of 16 * num_warps that divides 128.
         unroll: K blocks requested at once (1, 2 or 4).
         splits: programs per tile, at most ceil(K / 128 / unroll).
         chunk: partial sums loaded at once in the reduction.
         options: launch options such as `arch`, `launch_pdl` and `maxnreg`.
+
+    Returns:
+        launch(x, w, w_scale, out, scratch, counters), with
+            x: [M, K] bf16 or fp16, 1 <= M <= block_m, inner stride 1.
+            w: [N, K] e4m3, contiguous.
+            w_scale: [ceil(N / 128), K / 128] fp32, contiguous.
+            out: [M, N] bf16 or fp16, contiguous, overwritten.
+            scratch: fp32, at least tiles * splits * block_m * block_n elements when splits > 1.
+            counters: int32, at least `tiles` zeros when splits > 1; zero again afterwards.
     """
-    m, k = x.shape
-    n = w.shape[0]
-    _direct_kernel[(triton.cdiv(n, block_n) * splits,)](
-        x,
-        w,
-        w_scale,
-        out,
-        scratch,
-        counters,
-        m,
-        n,
-        k // 128,
-        splits,
-        x.stride(0) if m > 1 else k,
-        BLOCK_M=block_m,
-        BLOCK_N=block_n,
-        UNROLL=unroll,
-        WARPS=num_warps,
-        CHUNK=chunk,
-        GDC=GDC,
-        num_warps=num_warps,
-        num_stages=1,
+    kernel = _direct_kernel[(triton.cdiv(n, block_n) * splits,)]
+    k_blocks = k // 128
+    constants = {
+        "BLOCK_M": block_m,
+        "BLOCK_N": block_n,
+        "UNROLL": unroll,
+        "WARPS": num_warps,
+        "CHUNK": chunk,
+        "GDC": GDC,
+        "num_warps": num_warps,
+        "num_stages": 1,
         **(options or {}),
-    )
+    }
+
+    def launch(x, w, w_scale, out, scratch, counters) -> None:
+        m = x.shape[0]
+        stride = x.stride(0) if m > 1 else k
+        kernel(
+            x, w, w_scale, out, scratch, counters, m, n, k_blocks, splits, stride, **constants
+        )  # fmt: skip
+
+    return launch

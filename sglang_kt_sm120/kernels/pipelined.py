@@ -7,7 +7,8 @@ product and the tokens the 8-wide side.
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Callable
+
 import triton
 import triton.language as tl
 
@@ -121,13 +122,8 @@ def _pipelined_kernel(
 
 
 def pipelined(
-    x: torch.Tensor,
-    x_scale: torch.Tensor | None,
-    w: torch.Tensor,
-    w_scale: torch.Tensor,
-    out: torch.Tensor,
-    scratch: torch.Tensor,
-    counters: torch.Tensor,
+    n: int,
+    k: int,
     *,
     block_m: int,
     block_n: int,
@@ -138,51 +134,63 @@ def pipelined(
     prefetch: int,
     chunk: int,
     options: dict | None = None,
-) -> None:
-    """Launch the shared-memory pipeline: out = x @ w.T, any M (tiles of `block_m` rows).
+) -> Callable[..., None]:
+    """Return a launcher of the shared-memory pipeline: out = x @ w.T, any M.
 
     Args:
-        x: [M, K] bf16 or fp16 (then x_scale is None and it is quantised on the way) or e4m3;
-            M >= 1, K a multiple of 128, inner stride 1.
-        x_scale: [M, K / 128] fp32, any strides, or None.
-        w: [N, K] e4m3, contiguous.
-        w_scale: [ceil(N / 128), K / 128] fp32, contiguous.
-        out: [M, N] bf16 or fp16, contiguous, overwritten.
-        scratch: fp32, at least tiles * splits * block_m * block_n elements when splits > 1.
-        counters: int32, at least `tiles` zeros when splits > 1; zero again afterwards.
-        block_n: weight rows per program, a divisor of 128. splits: at most K / 128.
+        n, k: size of the weight, k a multiple of 128.
+        block_m: tokens per program. block_n: weight rows per program, a divisor of 128.
+        splits: programs per tile, at most K / 128.
         swap: weights on the 16-wide side of the product.
         prefetch: K blocks of the weight asked of L2 before the dependency wait.
         chunk: partial sums loaded at once in the reduction.
         options: launch options such as `arch` and `launch_pdl`.
+
+    Returns:
+        launch(x, x_scale, w, w_scale, out, scratch, counters), with
+            x: [M, K] bf16 or fp16 (then x_scale is None and it is quantised on the way) or e4m3;
+                M >= 1, inner stride 1.
+            x_scale: [M, K / 128] fp32, any strides, or None.
+            w: [N, K] e4m3, contiguous.
+            w_scale: [ceil(N / 128), K / 128] fp32, contiguous.
+            out: [M, N] bf16 or fp16, contiguous, overwritten.
+            scratch: fp32, at least tiles * splits * block_m * block_n elements when splits > 1.
+            counters: int32, at least `tiles` zeros when splits > 1; zero again afterwards.
     """
-    m, k = x.shape
-    n = w.shape[0]
-    fused = x_scale is None
-    options = options or {}
-    _pipelined_kernel[(triton.cdiv(m, block_m) * triton.cdiv(n, block_n) * splits,)](
-        x,
-        w_scale if fused else x_scale,
-        w,
-        w_scale,
-        out,
-        scratch,
-        counters,
-        m,
-        n,
-        k // 128,
-        splits,
-        x.stride(0) if m > 1 else k,
-        0 if fused else x_scale.stride(0),
-        0 if fused else x_scale.stride(1),
-        BLOCK_M=block_m,
-        BLOCK_N=block_n,
-        FUSED=fused,
-        SWAP=swap,
-        PREFETCH=prefetch,
-        CHUNK=chunk,
-        GDC=GDC,
-        num_warps=num_warps,
-        num_stages=num_stages,
-        **options,
-    )
+    per_row_tile = triton.cdiv(n, block_n) * splits
+    k_blocks = k // 128
+    constants = {
+        "BLOCK_M": block_m,
+        "BLOCK_N": block_n,
+        "SWAP": swap,
+        "PREFETCH": prefetch,
+        "CHUNK": chunk,
+        "GDC": GDC,
+        "num_warps": num_warps,
+        "num_stages": num_stages,
+        **(options or {}),
+    }
+
+    def launch(x, x_scale, w, w_scale, out, scratch, counters) -> None:
+        m = x.shape[0]
+        fused = x_scale is None
+        _pipelined_kernel[(-(-m // block_m) * per_row_tile,)](
+            x,
+            w_scale if fused else x_scale,
+            w,
+            w_scale,
+            out,
+            scratch,
+            counters,
+            m,
+            n,
+            k_blocks,
+            splits,
+            x.stride(0) if m > 1 else k,
+            0 if fused else x_scale.stride(0),
+            0 if fused else x_scale.stride(1),
+            FUSED=fused,
+            **constants,
+        )
+
+    return launch

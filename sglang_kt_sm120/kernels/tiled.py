@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Callable
+
 import triton
 import triton.language as tl
 
@@ -102,11 +103,8 @@ def _tiled_kernel(
 
 
 def tiled(
-    x: torch.Tensor,
-    x_scale: torch.Tensor,
-    w: torch.Tensor,
-    w_scale: torch.Tensor,
-    out: torch.Tensor,
+    n: int,
+    k: int,
     *,
     block_m: int,
     block_n: int,
@@ -116,44 +114,56 @@ def tiled(
     unit_scaled: bool = False,
     split_order: int = 0,
     options: dict | None = None,
-) -> None:
-    """Launch the prefill kernel: out = x @ w.T for any M.
+) -> Callable[..., None]:
+    """Return a launcher of the prefill kernel: out = x @ w.T for any M.
 
     Args:
-        x: [M, K] e4m3, M >= 1, K a multiple of 128, inner stride 1.
-        x_scale: [M, K / 128] fp32, any strides.
-        w: [N, K] e4m3, contiguous.
-        w_scale: [ceil(N / 128), K / 128] fp32, contiguous.
-        out: [M, N] bf16 or fp16, contiguous, overwritten.
-        block_n: weight rows per program, a divisor of 128.
+        n, k: size of the weight, k a multiple of 128.
+        block_m: tokens per program. block_n: weight rows per program, a divisor of 128.
         group_m: row tiles that walk along N together.
         unit_scaled: use the block-scaled instruction with unit scales (same numbers).
         split_order: 0, or the number of K ranges to sum apart, in split-K's order.
         options: launch options such as `arch` and `launch_pdl`.
+
+    Returns:
+        launch(x, x_scale, w, w_scale, out), with
+            x: [M, K] e4m3, M >= 1, inner stride 1.
+            x_scale: [M, K / 128] fp32, any strides.
+            w: [N, K] e4m3, contiguous.
+            w_scale: [ceil(N / 128), K / 128] fp32, contiguous.
+            out: [M, N] bf16 or fp16, contiguous, overwritten.
     """
-    m, k = x.shape
-    n = w.shape[0]
-    options = options or {}
-    _tiled_kernel[(triton.cdiv(m, block_m) * triton.cdiv(n, block_n),)](
-        x,
-        x_scale,
-        w,
-        w_scale,
-        out,
-        m,
-        n,
-        k // 128,
-        max(split_order, 1),
-        x.stride(0) if m > 1 else k,
-        x_scale.stride(0),
-        x_scale.stride(1),
-        BLOCK_M=block_m,
-        BLOCK_N=block_n,
-        GROUP_M=group_m,
-        UNIT_SCALED=unit_scaled,
-        SPLIT_ORDER=split_order > 0,
-        GDC=GDC,
-        num_warps=num_warps,
-        num_stages=num_stages,
-        **options,
-    )
+    tiles_n = triton.cdiv(n, block_n)
+    k_blocks = k // 128
+    splits = max(split_order, 1)
+    constants = {
+        "BLOCK_M": block_m,
+        "BLOCK_N": block_n,
+        "GROUP_M": group_m,
+        "UNIT_SCALED": unit_scaled,
+        "SPLIT_ORDER": split_order > 0,
+        "GDC": GDC,
+        "num_warps": num_warps,
+        "num_stages": num_stages,
+        **(options or {}),
+    }
+
+    def launch(x, x_scale, w, w_scale, out) -> None:
+        m = x.shape[0]
+        _tiled_kernel[(-(-m // block_m) * tiles_n,)](
+            x,
+            x_scale,
+            w,
+            w_scale,
+            out,
+            m,
+            n,
+            k_blocks,
+            splits,
+            x.stride(0) if m > 1 else k,
+            x_scale.stride(0),
+            x_scale.stride(1),
+            **constants,
+        )
+
+    return launch

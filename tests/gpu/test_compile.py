@@ -39,13 +39,18 @@ class Model(torch.nn.Module):
 @pytest.fixture
 def ran(monkeypatch):
     """The (M, configuration) of every launch."""
-    launches, original = [], triton.run
+    launches, original = [], triton.plan
 
-    def run(x, weight, weight_scale, x_scale, out_dtype, config, counters, **options):
-        launches.append((x.shape[0], config))
-        return original(x, weight, weight_scale, x_scale, out_dtype, config, counters, **options)
+    def plan(config, n, k, **options):
+        call = original(config, n, k, **options)
 
-    monkeypatch.setattr(triton, "run", run)
+        def run(x, *arguments):
+            launches.append((x.shape[0], config))
+            return call(x, *arguments)
+
+        return run
+
+    monkeypatch.setattr(triton, "plan", plan)
     op.forget_choices()
     yield launches
     op.forget_choices()
