@@ -1,9 +1,10 @@
 """Which backend serves a block-FP8 product, and why.
 
 `choose` is the one decision of this package: the op routes by it, `explain` prints it, tests walk
-it. It depends on the problem, the device, `SGLANG_KT_SM120_BACKEND` and what the probe of the
-host's CUTLASS said at load, and on nothing that is timed; so restarts and CUDA graphs get the same
-answer, and ranks do unless the probe failed on one of them (it warns there). No torch here.
+it. It depends on the problem, the device, the tuned tables on disk (read once per process, at
+load), `SGLANG_KT_SM120_BACKEND` and what the probe of the host's CUTLASS said at load, and on
+nothing that is timed; so restarts and CUDA graphs get the same answer, and ranks do unless the
+probe failed on one of them (it warns there). No torch here.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sglang_kt_sm120 import env, heuristic
+from sglang_kt_sm120.configs import store
 
 BLOCK = 128  # weight blocks are 128 x 128, activation groups 1 x 128
 DECODE_M = 64  # up to here a product is bound by reading the weight
@@ -76,9 +78,11 @@ class Choice:
     Attributes:
         backend: One of `BACKENDS`.
         config: The backend's own launch configuration, or None.
-        evidence: Where `config` comes from ("heuristic", "forced", "host", ...).
+        evidence: What decided: "user table", "device table", "class table", "heuristic",
+            "host default", "forced" or "only choice".
         reason: One sentence for a person.
         rejected: Reason by backend, for every other backend.
+        table: The table behind `config`: its file, GPU and who shared it; "" where none is.
     """
 
     backend: str
@@ -86,6 +90,7 @@ class Choice:
     evidence: str
     reason: str
     rejected: dict[str, str] = field(default_factory=dict)
+    table: str = ""
 
 
 class NoBackend(RuntimeError):
@@ -121,6 +126,8 @@ def choose(problem: Problem, device: Device, cutlass: str | None = "not probed h
         )
     forced = env.BACKEND.get()
     reasons = _why_not(problem, device, cutlass)
+    answer = _tabled(problem, device)
+    row = answer.row if answer else None
     if forced != "auto":
         if reasons.get(forced):
             every = "; ".join(f"{name}: {why}" for name, why in reasons.items() if why)
@@ -131,6 +138,9 @@ def choose(problem: Problem, device: Device, cutlass: str | None = "not probed h
         winner, evidence, reason = forced, "forced", f"{env.BACKEND.name}={forced}"
     elif not device.cuda:
         winner, evidence, reason = "reference", "only choice", "no CUDA device: plain torch"
+    elif row is not None and row.backend is not None and reasons[row.backend] is None:
+        winner, evidence = row.backend, answer.found.kind
+        reason = f"tuned at M={row.m} on {answer.found.table.gpu['name']}"
     elif reasons["cutlass"] is None and _host_first(problem):
         winner, evidence = "cutlass", "host default"
         reason = "M > 64, N and K multiples of 128: the host's own default, proven on this layer"
@@ -138,13 +148,36 @@ def choose(problem: Problem, device: Device, cutlass: str | None = "not probed h
         winner, evidence = "triton", "heuristic"
         reason = _triton_reason(problem)
 
-    config = heuristic.config_for(problem, device) if winner == "triton" else None
+    if row is not None and row.backend == winner:
+        config, table = row.config, answer.found.title()
+    else:
+        config, table = None, ""
+        if winner == "triton":
+            config = heuristic.config_for(problem, device)
     rejected = {
         name: reasons[name] or _ranked_lower(name, winner, problem)
         for name in BACKENDS
         if name != winner
     }
-    return Choice(winner, config, evidence, reason, rejected)
+    return Choice(winner, config, evidence, reason, rejected, table)
+
+
+def _tabled(problem: Problem, device: Device) -> store.Answer | None:
+    """Return what a tuned table says, where one may speak.
+
+    Not under deterministic inference, which wants one order of K for every M, and not for an
+    activation that arrives quantised: what is tuned is quantisation and product together.
+    """
+    if problem.deterministic or problem.prequantised or not device.cuda:
+        return None
+    return store.lookup(problem, device)
+
+
+def tuned_rows(problem: Problem, device: Device) -> list[int]:
+    """Return the Ms of the tables for this shape: a warm-up walks them beside its own."""
+    if problem.deterministic or problem.prequantised or not device.cuda:
+        return []
+    return store.rows(problem, device)
 
 
 def _host_first(problem: Problem) -> bool:

@@ -43,7 +43,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "heuristic": (set(), set()),
     "shapes": (set(), set()),
     "patches": (set(), set()),
-    "configs": (set(), set()),
+    "configs": ({"env", "heuristic"}, set()),
     "backends": ({"backends", "kernels", "heuristic"}, {"torch"}),
     "kernels": ({"kernels"}, {"torch", "triton"}),
     "system": (set(), {"torch", "triton"}),  # inside guarded probes

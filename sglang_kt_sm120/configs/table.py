@@ -1,0 +1,261 @@
+"""The format of a tuned table, and every check that one passes before it may decide anything.
+
+A table is one JSON object for one GPU:
+
+    {"schema": 1, "gpu": {"name", "capability", "sm_count", "bandwidth_gbs", "shared_bytes", ...},
+     "kernels": {"direct": REVISION, ...}, "method": {"stand_in": false, ...},
+     "shapes": [{"n", "k", "dtype", "rows": [{"m", "backend", "config", ...}, ...]}, ...]}
+
+A row whose `backend` is null says that M was tuned and nothing beat the heuristic. `config` is a
+`heuristic.Config` written out for "triton", and what names the host's kernel for "cutlass". Other
+keys (times, versions, proof) are for people and are not read here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sglang_kt_sm120 import heuristic
+
+SCHEMA = 1
+BACKENDS = ("triton", "cutlass")
+DTYPES = ("bfloat16", "float16")
+DECODE_M = heuristic.DECODE_ROWS
+#: A tuned M answers for fewer rows down to a quarter of it (see `Table.row`).
+REACH = 4
+KERNELS = Path(__file__).parent.parent / "kernels"
+#: What each kernel is made of besides its own file: a change in any of them voids its entries.
+SOURCES = {
+    "direct": ("direct.py", "parts.py"),
+    "pipelined": ("pipelined.py", "parts.py", "quant.py"),
+    "tiled": ("tiled.py", "parts.py", "quant.py"),
+}
+#: Allowed values of each launch field, where a set says it all.
+_ALLOWED = {
+    "kernel": set(SOURCES),
+    "block_m": {8, 16, 32, 64, 128},
+    "block_n": {16, 32, 64, 128},
+    "num_warps": {1, 2, 4, 8, 16},
+    "num_stages": set(range(1, 9)),
+    "unroll": {1, 2, 4},
+    "registers": {0, *range(24, 256, 8)},
+    "chunk": set(range(1, 33)),
+    "group_m": set(range(1, 65)),
+    "prefetch": set(range(9)),
+}
+_KINDS = {"str": str, "int": int, "bool": bool}  # of heuristic.Config's fields
+
+
+class BadTable(ValueError):
+    """A table that must not be used; the message says why."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One tuned M of one shape.
+
+    Attributes:
+        m: Rows of the activation.
+        backend: "triton", "cutlass", or None: nothing beat the heuristic.
+        config: `heuristic.Config` for "triton"; for "cutlass" a dict as its backend wrote it.
+    """
+
+    m: int
+    backend: str | None
+    config: Any = None
+
+
+@dataclass(frozen=True)
+class Table:
+    """A checked table.
+
+    Attributes:
+        gpu: Its GPU's facts, as in the file.
+        shapes: (n, k, dtype) -> rows, by rising M.
+        refused: What of it is not used, a text each.
+        stand_in: Measured through another GPU's lowering: only for the very GPU that it names.
+        credit: Who shared it.
+    """
+
+    gpu: dict[str, Any]
+    shapes: dict[tuple[int, int, str], tuple[Row, ...]]
+    refused: tuple[str, ...] = ()
+    stand_in: bool = False
+    credit: str = ""
+
+    def row(self, m: int, n: int, k: int, dtype: str) -> Row | None:
+        """Return the row that decides `m`, or None where this table has nothing to say.
+
+        It is the smallest tuned M that is not below `m`: a tile made for at least as many rows. It
+        must not be more than `REACH` times `m`, and decode (M <= 64) is never decided by prefill.
+        Above the largest tuned M that one decides, up to `REACH` times it, if both are prefill.
+        """
+        rows = self.shapes.get((n, k, dtype), ())
+        for row in rows:
+            if row.m >= m:
+                same_side = (row.m <= DECODE_M) == (m <= DECODE_M)
+                return row if same_side and row.m <= REACH * m else None
+        if rows and rows[-1].m > DECODE_M and m <= REACH * rows[-1].m:
+            return rows[-1]
+        return None
+
+
+@functools.cache
+def revision(kernel: str) -> str:
+    """Return the revision of a kernel: a digest of the sources that it is made of."""
+    digest = hashlib.sha256()
+    for name in SOURCES[kernel]:
+        digest.update((KERNELS / name).read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def revisions() -> dict[str, str]:
+    """Return the revision of every kernel, as a table records them."""
+    return {kernel: revision(kernel) for kernel in SOURCES}
+
+
+def shared_bytes(config: heuristic.Config) -> int:
+    """Return the shared memory that a launch needs at least: its ring of tiles, in bytes.
+
+    One stage fewer than `num_stages` is in flight, each the weight tile and the activation tile of
+    one K block (two bytes an element where it is quantised on the way).
+    """
+    if config.kernel == "direct":
+        return 0
+    activation = config.block_m * heuristic.GROUP * (2 if config.fused else 1)
+    return max(config.num_stages - 1, 1) * (config.block_n * heuristic.GROUP + activation)
+
+
+def parse(text: str, device=None) -> Table:
+    """Check a table's text and return it.
+
+    Args:
+        text: The file's content.
+        device: The `select.Device` that it shall serve, for the limits of shared memory and the
+            tensor-core instruction; None checks against the GPU that the table names.
+
+    Raises:
+        BadTable: Not JSON, another schema, a missing key, a value of the wrong kind, or Ms that do
+            not rise. A row that merely cannot serve here (kernel changed, too much shared memory,
+            a value out of range) leaves its M to the heuristic and is listed in `refused`.
+    """
+    if not text.strip():
+        raise BadTable("it is empty")
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise BadTable(f"it is no JSON (cut off?): {error}") from None
+    try:
+        return _table(data, device)
+    except KeyError as error:
+        raise BadTable(f"it has no {error}") from None
+    except (TypeError, AttributeError) as error:
+        raise BadTable(f"a value of the wrong kind: {error}") from None
+
+
+def _table(data: dict, device) -> Table:
+    if data["schema"] != SCHEMA:
+        raise BadTable(f"its schema is {data['schema']!r}, this version reads {SCHEMA}")
+    gpu = data["gpu"]
+    for key, kind in (
+        ("name", str), ("capability", str), ("sm_count", int), ("bandwidth_gbs", (int, float)),
+        ("shared_bytes", int),
+    ):  # fmt: skip
+        if not isinstance(gpu[key], kind):
+            raise BadTable(f"gpu.{key} is {gpu[key]!r}")
+    limit = device.shared_bytes if device is not None else gpu["shared_bytes"]
+    mma = device.mma if device is not None else None
+    shapes: dict[tuple[int, int, str], tuple[Row, ...]] = {}
+    refused: list[str] = []
+    for shape in data["shapes"]:
+        n, k, dtype = shape["n"], shape["k"], shape["dtype"]
+        if not (_positive(n) and _positive(k) and k % heuristic.GROUP == 0 and dtype in DTYPES):
+            raise BadTable(f"no shape of a block-FP8 layer: n={n!r} k={k!r} dtype={dtype!r}")
+        if (n, k, dtype) in shapes:
+            raise BadTable(f"N={n} K={k} {dtype} comes twice")
+        rows, before = [], 0
+        for row in shape["rows"]:
+            m = row["m"]
+            if not _positive(m) or m <= before:
+                raise BadTable(f"N={n} K={k}: M={m!r} after {before}; Ms must rise")
+            before = m
+            try:
+                rows.append(_row(row, k, data["kernels"], limit, mma))
+            except BadTable as error:
+                refused.append(f"N={n} K={k} M={m}: {error}")
+                rows.append(Row(m, None))
+        shapes[n, k, dtype] = tuple(rows)
+    method = data.get("method", {})
+    return Table(
+        gpu, shapes, tuple(refused), bool(method.get("stand_in")), str(data.get("shared_by", ""))
+    )
+
+
+def _positive(value) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _row(row: dict, k: int, kernels: dict, limit: int, mma: str | None) -> Row:
+    backend, config = row["backend"], row["config"]
+    if backend is None:
+        return Row(row["m"], None)
+    if backend not in BACKENDS:
+        raise BadTable(f"backend {backend!r} is none of {', '.join(BACKENDS)}")
+    if backend == "cutlass":
+        if config is not None and not isinstance(config, dict):
+            raise BadTable(f"configuration {config!r}")
+        return Row(row["m"], backend, config)
+    made = config_from(config)
+    check(made, row["m"], k)
+    recorded = row.get("shared_bytes", 0)
+    needs = max(shared_bytes(made), recorded if isinstance(recorded, int) else 0)
+    if needs > limit:
+        raise BadTable(f"needs {needs} bytes of shared memory, this GPU has {limit} per block")
+    if made.unit_scaled and mma not in (None, "block_scale"):
+        raise BadTable("a block-scaled configuration, and this GPU takes plain FP8")
+    if kernels.get(made.kernel) != revision(made.kernel):
+        raise BadTable(f"the {made.kernel} kernel has changed since it was tuned; tune again")
+    return Row(row["m"], backend, made)
+
+
+def config_from(fields: dict) -> heuristic.Config:
+    """Return the `heuristic.Config` that `fields` write out; BadTable where they are not its."""
+    known = {field.name: field for field in dataclasses.fields(heuristic.Config)}
+    for name, value in fields.items():
+        if name not in known:
+            raise BadTable(f"unknown key {name!r}")
+        if type(value) is not _KINDS[known[name].type]:
+            raise BadTable(f"{name}={value!r} is no {known[name].type}")
+    missing = {name for name, field in known.items() if field.default is dataclasses.MISSING}
+    if missing - fields.keys():
+        raise BadTable(f"no {', '.join(sorted(missing - fields.keys()))}")
+    return heuristic.Config(**fields)
+
+
+def check(config: heuristic.Config, m: int, k: int) -> None:
+    """Raise BadTable where a launch with this configuration would be wrong or impossible."""
+    for name, allowed in _ALLOWED.items():
+        if getattr(config, name) not in allowed:
+            raise BadTable(f"{name}={getattr(config, name)!r} is out of range")
+    steps = -(-k // (heuristic.GROUP * config.unroll))
+    if not 1 <= config.splits <= min(steps, heuristic.MAX_SPLITS):
+        raise BadTable(f"splits={config.splits} is out of range for K={k}")
+    if config.split_order:
+        raise BadTable("split_order belongs to deterministic serving, which takes no table")
+    if config.kernel == "direct":
+        if m > config.block_m or config.block_m > 16:
+            raise BadTable(f"the direct kernel serves {config.block_m} rows, not {m}")
+        if not config.fused or config.block_n % (16 * config.num_warps):
+            raise BadTable("the direct kernel quantises itself, 16 weight rows or more a warp")
+    elif config.unroll != 1 or config.registers:
+        raise BadTable("unroll and registers belong to the direct kernel")
+    if config.kernel == "tiled" and (config.splits > 1 or config.fused):
+        raise BadTable("the tiled kernel neither splits K nor quantises")
+    if config.kernel != "tiled" and config.unit_scaled:
+        raise BadTable("unit_scaled belongs to the tiled kernel")
