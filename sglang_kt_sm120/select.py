@@ -180,6 +180,21 @@ def tuned_rows(problem: Problem, device: Device) -> list[int]:
     return store.rows(problem, device)
 
 
+def tuned_configs(device: Device) -> list[heuristic.Config]:
+    """Return one configuration of ours for each kernel variant that the tables can ask for."""
+    return store.triton_configs(device) if device.cuda else []
+
+
+def drop_tables(problem: Problem, device: Device, reason: str) -> bool:
+    """Leave a shape to the heuristic from now on, because a tuned configuration failed at load.
+
+    Returns False where no table speaks for the shape (any more): something else has failed.
+    """
+    if not tuned_rows(problem, device):
+        return False
+    return store.distrust(problem.n, problem.k, problem.dtype, reason)
+
+
 def _host_first(problem: Problem) -> bool:
     return problem.m > DECODE_M and not problem.deterministic
 

@@ -36,7 +36,10 @@ def representatives(
 ) -> list[int]:
     """Return one M for each compiled kernel variant that the shape of `problem` can take."""
     found: dict[tuple, int] = {}
-    for m in (*range(1, select.DECODE_M + 1), *PREFILL_MS):
+    tuned = select.tuned_rows(problem, device)
+    # A table may cut any range out of the heuristic's: then every bucket is asked.
+    prefill = range(128, 5 * max(*tuned, PREFILL_MS[-1]), 64) if tuned else ()
+    for m in (*range(1, select.DECODE_M + 1), PREFILL_MS[0], *prefill, *PREFILL_MS, *tuned):
         choice = select.choose(replace(problem, m=m), device, cutlass)
         variant = choice.config.variant() if hasattr(choice.config, "variant") else None
         found.setdefault((choice.backend, variant), m)
@@ -76,11 +79,22 @@ def layer(linear, weight: torch.Tensor, weight_scale: torch.Tensor, dtype: torch
             seconds = time.perf_counter() - start
             logger.info("sglang-kt-sm120: %d kernel variants ready in %.1f s", count, seconds)
             _warmed.add((weight.device, dtype))
-        for m in ms:
-            x = torch.zeros(m, k, dtype=dtype, device=weight.device)
-            linear(input=x, weight=weight, block_size=[128, 128], weight_scale=weight_scale)
-        torch.cuda.synchronize(weight.device)
+        try:
+            _launch(linear, weight, weight_scale, dtype, ms)
+        except Exception as error:  # whatever a tuned configuration fails with: see drop_tables
+            reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            if not select.drop_tables(problem, device, reason):
+                raise
+            op.forget_choices()
+            _launch(linear, weight, weight_scale, dtype, representatives(problem, device, cutlass))
     _warmed.add(key)
+
+
+def _launch(linear, weight, weight_scale, dtype, ms: list[int]) -> None:
+    for m in ms:
+        x = torch.zeros(m, weight.shape[1], dtype=dtype, device=weight.device)
+        linear(input=x, weight=weight, block_size=[128, 128], weight_scale=weight_scale)
+    torch.cuda.synchronize(weight.device)
 
 
 def _compile(weight, weight_scale, dtype, device: select.Device, deterministic: bool) -> int:
@@ -92,6 +106,7 @@ def _compile(weight, weight_scale, dtype, device: select.Device, deterministic: 
 
     index = weight.device.index
     configs = heuristic.all_configs(SHAPES, device, deterministic=deterministic)
+    tuned = [] if deterministic else select.tuned_configs(device)
     options = {"arch": devices.arch(index), "pdl": env.PDL.get()}
 
     def launch(config) -> None:
@@ -100,9 +115,15 @@ def _compile(weight, weight_scale, dtype, device: select.Device, deterministic: 
             single = replace(config, splits=1)
             backend.run(x, weight, weight_scale, None, dtype, single, None, **options)
 
+    def attempt(config) -> None:
+        with contextlib.suppress(Exception):  # `layer` meets it again, and says so
+            launch(config)
+
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        later = pool.map(attempt, tuned)
         list(pool.map(launch, configs))
-    return len(configs)
+        list(later)
+    return len({config.variant() for config in (*configs, *tuned)})
 
 
 @contextlib.contextmanager

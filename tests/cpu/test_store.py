@@ -1,0 +1,401 @@
+"""Tuned tables: which one answers, what is refused, and that serving never stumbles over one."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import random
+import threading
+from pathlib import Path
+
+import pytest
+
+from sglang_kt_sm120 import devices, env, heuristic, select, shapes, warm
+from sglang_kt_sm120.configs import store, table
+
+SERVER = "NVIDIA RTX PRO 6000 Blackwell Server Edition"
+EDITIONS = [
+    SERVER,
+    "NVIDIA RTX PRO 6000 Blackwell Workstation Edition",
+    "NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition",
+]
+OTHERS = ["NVIDIA GeForce RTX 5090", "NVIDIA GB10"]
+N, K = 2112, 7168
+DIRECT = heuristic.Config("direct", 8, 64, num_warps=4, unroll=2, fused=True, splits=5)
+RING = heuristic.Config("pipelined", 64, 64, num_warps=4, num_stages=4, splits=3)
+TILED = heuristic.Config("tiled", 64, 64, num_warps=8, num_stages=2, group_m=4)
+
+
+@pytest.fixture(autouse=True)
+def places(monkeypatch, tmp_path):
+    """Folders of this test alone, nothing read before."""
+    for variable in env.VARIABLES:
+        monkeypatch.delenv(variable.name, raising=False)
+    user, shipped = tmp_path / "user", tmp_path / "shipped"
+    for folder in (user, shipped):
+        folder.mkdir()
+    monkeypatch.setenv(env.CONFIG_DIR.name, str(user))
+    monkeypatch.setattr(store, "SHIPPED", (shipped,))
+    store.forget()
+    yield {"user": user, "shipped": shipped}
+    store.forget()
+
+
+def row(m: int, config=None, backend: str | None = "triton") -> dict:
+    backend = backend if config is not None or backend == "cutlass" else None
+    written = store.config_dict(config) if dataclasses.is_dataclass(config) else config
+    return {"m": m, "backend": backend, "config": written}
+
+
+def make(name: str, *rows: dict, n: int = N, k: int = K, **changes) -> dict:
+    data = {
+        "schema": 1,
+        "gpu": store.facts(devices.describe(name)),
+        "kernels": table.revisions(),
+        "method": {"stand_in": False},
+        "shapes": [{"n": n, "k": k, "dtype": "bfloat16", "rows": list(rows)}],
+    }
+    return {**data, **changes}
+
+
+def put(folder: Path, data: dict, file: str | None = None) -> Path:
+    path = folder / (file or store.user_file(data["gpu"]["name"]).name)
+    store.save(path, data)
+    return path
+
+
+def choose(m: int, name: str = SERVER, cutlass: str | None = "not here", **problem):
+    asked = select.Problem(select.bucket(m), N, K, **problem)
+    return select.choose(asked, devices.describe(name), cutlass)
+
+
+def default(m: int, name: str = SERVER):
+    return heuristic.config_for(heuristic.Case(select.bucket(m), N, K), devices.describe(name))
+
+
+def test_the_order_is_user_device_class_heuristic(places):
+    """Each place is asked only where those before it are silent about the M."""
+    workstation = EDITIONS[1]
+    for_class, for_device, for_user = (
+        dataclasses.replace(DIRECT, splits=splits) for splits in (2, 3, 4)
+    )
+    ms = (1, 4, 8)
+    put(places["shipped"], make(workstation, *(row(m, for_class) for m in ms)), "a.json")
+    put(places["shipped"], make(SERVER, *(row(m, for_device) for m in ms[:2])), "b.json")
+    put(places["user"], make(SERVER, row(1, for_user)))
+    answers = [choose(m) for m in (1, 4, 8, 9)]
+    assert [a.evidence for a in answers] == [
+        "user table", "device table", "class table", "heuristic",
+    ]  # fmt: skip
+    assert [a.config for a in answers] == [for_user, for_device, for_class, default(9)]
+    assert "b.json" in answers[1].table
+    assert workstation in answers[2].table
+    assert answers[3].table == ""
+
+
+@pytest.mark.parametrize("tuned", EDITIONS)
+@pytest.mark.parametrize("name", [*EDITIONS, *OTHERS])
+def test_editions_of_one_gpu_share_a_table_and_other_gpus_do_not(places, tuned, name):
+    put(places["shipped"], make(tuned, row(4, DIRECT)), "given.json")
+    expected = "device table" if name == tuned else "class table"
+    assert choose(4, name).evidence == (expected if name in EDITIONS else "heuristic")
+
+
+def test_a_class_is_sm_count_memory_and_capability():
+    device = devices.describe(SERVER)
+    written = table.parse(json.dumps(make(EDITIONS[1])))
+    assert store.relation(written, device) == "class table"
+    for change in (
+        {"sm_count": 120},
+        {"bandwidth_gbs": 900.0},
+        {"bandwidth_gbs": 0.0},  # not known
+        {"capability": (12, 1)},
+    ):
+        assert store.relation(written, dataclasses.replace(device, **change)) is None, change
+
+
+def test_a_stand_in_serves_no_other_gpu():
+    device = devices.describe(SERVER)
+    written = make(EDITIONS[1], method={"stand_in": True})
+    assert store.relation(table.parse(json.dumps(written)), device) is None
+    own = make(SERVER, method={"stand_in": True})
+    assert store.relation(table.parse(json.dumps(own)), device) == "device table"
+
+
+def test_a_tuned_m_answers_for_fewer_rows_and_never_across_decode(places):
+    tuned = {8: DIRECT, 64: RING, 256: TILED, 2048: RING}
+    put(places["user"], make(SERVER, *(row(m, config) for m, config in tuned.items())))
+    expected = {
+        1: None, 2: 8, 8: 8, 9: None, 16: 64, 17: 64, 64: 64, 65: 256, 127: 256, 256: 256,
+        257: 256, 319: 256, 320: None, 511: None, 512: 2048, 2048: 2048, 2112: 2048, 8192: 2048,
+        8256: None,
+    }  # fmt: skip
+    for m, by in expected.items():
+        answer = choose(m)
+        if by is None:
+            assert (answer.evidence, answer.config) == ("heuristic", default(m)), m
+        else:
+            assert (answer.evidence, answer.config) == ("user table", tuned[by]), m
+
+
+def test_a_row_without_a_winner_keeps_the_heuristic_against_later_tables(places):
+    put(places["shipped"], make(SERVER, row(4, DIRECT)), "given.json")
+    put(places["user"], make(SERVER, row(4)))
+    assert choose(4).evidence == "heuristic"
+    assert choose(4).config == default(4) != DIRECT
+
+
+def test_neighbours_of_m_never_differ_for_divisibility(places):
+    """M from 1 to 257 with a full table: the backend changes where a row says so, nowhere else."""
+    rows = [row(m, RING if m <= 64 else None) for m in (1, 2, 4, 8, 16, 32, 64)]
+    rows += [row(128, TILED), row(256, None, "cutlass")]
+    put(places["user"], make(SERVER, *rows, n=4096))
+    device = devices.describe(SERVER)
+
+    def backend(m):
+        return select.choose(select.Problem(select.bucket(m), 4096, K), device, None).backend
+
+    assert [backend(m) for m in range(1, 258)] == ["triton"] * 191 + ["cutlass"] * 66
+
+
+def test_tables_are_not_asked_where_they_do_not_apply(places, monkeypatch):
+    put(places["user"], make(SERVER, row(4, DIRECT)))
+    assert choose(4, deterministic=True).evidence == "heuristic"
+    assert choose(4, prequantised=True).evidence == "heuristic"
+    assert choose(4, dtype="float16").evidence == "heuristic"
+    monkeypatch.setenv(env.BACKEND.name, "triton")
+    forced = choose(4)
+    assert (forced.evidence, forced.config) == ("forced", DIRECT)
+    monkeypatch.setenv(env.BACKEND.name, "reference")
+    assert choose(4).config is None
+
+
+def test_a_table_asks_for_cutlass_only_where_it_is_proven(places):
+    put(places["user"], make(SERVER, row(4, None, "cutlass"), n=4096))
+    problem, device = select.Problem(4, 4096, K), devices.describe(SERVER)
+    proven = select.choose(problem, device, None)
+    assert (proven.backend, proven.evidence) == ("cutlass", "user table")
+    struck = select.choose(problem, device, "RuntimeError: Error Internal")
+    assert (struck.backend, struck.evidence) == ("triton", "heuristic")
+    assert struck.config == heuristic.config_for(problem, device)
+
+
+def with_config(**fields) -> dict:
+    return make(SERVER, {"m": 4, "backend": "triton", "config": {**asdict(DIRECT), **fields}})
+
+
+def asdict(config) -> dict:
+    return dataclasses.asdict(config)
+
+
+# 147,456 bytes: the ring of 64 x 128 tiles that a stock table of another card asks for.
+GREEDY = heuristic.Config("tiled", 64, 128, num_warps=4, num_stages=7)
+BAD_FILES = {
+    "empty": ("", "empty"),
+    "truncated": (json.dumps(make(SERVER, row(4, DIRECT)))[:-40], "no JSON"),
+    "binary": (b"\xff\xfe\x00\x01", "cannot be read"),
+    "a list": ("[]", "wrong kind"),
+    "another schema": (json.dumps(make(SERVER, schema=2)), "schema is 2"),
+    "no shapes": (json.dumps({k: v for k, v in make(SERVER).items() if k != "shapes"}), "shapes"),
+    "another GPU": (json.dumps(make(OTHERS[0], row(4, DIRECT))), "RTX 5090"),
+    "falling M": (json.dumps(make(SERVER, row(8, DIRECT), row(4, DIRECT))), "must rise"),
+    "one M twice": (json.dumps(make(SERVER, row(4, DIRECT), row(4, DIRECT))), "must rise"),
+    "M of zero": (json.dumps(make(SERVER, row(0, DIRECT))), "must rise"),
+    "M as text": (json.dumps(make(SERVER, {**row(4, DIRECT), "m": "4"})), "must rise"),
+    "an odd K": (json.dumps(make(SERVER, row(4, DIRECT), k=7100)), "k=7100"),
+    "sm_count as text": (json.dumps(make(SERVER, gpu={"name": SERVER})), "capability"),
+}
+BAD_ROWS = {
+    "shared memory": (make(SERVER, row(256, GREEDY)), "147456 bytes of shared memory"),
+    "recorded shared memory": (
+        make(SERVER, {**row(4, DIRECT), "shared_bytes": 147456}),
+        "147456 bytes of shared memory",
+    ),
+    "an old kernel": (
+        make(SERVER, row(4, DIRECT), kernels={**table.revisions(), "direct": "0" * 12}),
+        "direct kernel has changed",
+    ),
+    "no revision": (make(SERVER, row(4, DIRECT), kernels={}), "has changed"),
+    "an unknown key": (with_config(block_k=128), "unknown key 'block_k'"),
+    "a missing key": (make(SERVER, {"m": 4, "backend": "triton", "config": {}}), "no block_m"),
+    "a float": (with_config(splits=2.0), "splits=2.0"),
+    "a flag for a number": (with_config(splits=True), "splits=True"),
+    "warps": (with_config(num_warps=3), "num_warps=3"),
+    "splits": (with_config(splits=1000), "splits=1000"),
+    "more rows than the tile": (make(SERVER, row(16, DIRECT)), "serves 8 rows, not 16"),
+    "an unknown kernel": (with_config(kernel="stream"), "kernel='stream'"),
+    "an unknown backend": (make(SERVER, row(4, DIRECT, "trtllm")), "trtllm"),
+    "block-scaled": (
+        make(SERVER, row(256, dataclasses.replace(TILED, unit_scaled=True))), "plain FP8",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD_FILES)
+def test_a_bad_file_is_refused_with_its_name_and_the_reason(places, case, caplog):
+    content, reason = BAD_FILES[case]
+    file = store.user_file(SERVER)
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    check_refused(file, reason, caplog)
+
+
+@pytest.mark.parametrize("case", BAD_ROWS)
+def test_a_bad_row_is_refused_with_its_file_and_the_reason(places, case, caplog):
+    data, reason = BAD_ROWS[case]
+    check_refused(put(places["user"], data), reason, caplog)
+
+
+def check_refused(file: Path, reason: str, caplog) -> None:
+    for m in (1, 4, 16, 256):
+        assert (choose(m).evidence, choose(m).config) == ("heuristic", default(m))
+    warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert len(warnings) == 1, warnings
+    assert str(file) in warnings[0]
+    assert reason in warnings[0]
+    assert "heuristic serves" in warnings[0]
+
+
+def test_a_bad_row_leaves_its_neighbours_in_force(places):
+    rows = (row(4, DIRECT), {**row(8, DIRECT), "config": {**asdict(DIRECT), "num_warps": 3}})
+    put(places["user"], make(SERVER, *rows))
+    assert choose(3).config == DIRECT
+    assert choose(8).config == default(8)
+
+
+def test_a_file_that_is_cut_anywhere_never_raises(places):
+    """Each prefix of a table, and tables with one random byte changed, serve or are refused."""
+    text = json.dumps(make(SERVER, row(4, DIRECT), row(64, RING), row(256, TILED)))
+    numbers = random.Random(7)
+    spoilt = [text[:cut] for cut in range(0, len(text), 37)]
+    for _ in range(150):
+        at = numbers.randrange(len(text))
+        spoilt.append(text[:at] + chr(numbers.randrange(32, 127)) + text[at + 1 :])
+    for content in spoilt:
+        store.user_file(SERVER).write_text(content)
+        store.forget()
+        for m in (4, 64, 256):
+            choice = choose(m)
+            table.check(choice.config, min(m, 8) if choice.config.kernel == "direct" else m, K)
+
+
+def test_an_unreadable_place_serves_by_the_heuristic(monkeypatch):
+    monkeypatch.setenv(env.CONFIG_DIR.name, "/proc/1/root/nowhere")
+    assert choose(4).evidence == "heuristic"
+    monkeypatch.delenv(env.CONFIG_DIR.name)
+    monkeypatch.setattr(Path, "expanduser", raise_no_home)
+    store.forget()
+    assert choose(4).evidence == "heuristic"
+
+
+def raise_no_home(self):
+    raise RuntimeError("Could not determine home directory.")
+
+
+def test_files_are_read_once_and_every_thread_gets_the_same_answer(places, monkeypatch):
+    put(places["user"], make(SERVER, row(4, DIRECT)))
+    reads = []
+    monkeypatch.setattr(
+        store, "read", lambda f, d=None, real=store.read: reads.append(f) or real(f, d)
+    )
+    first = choose(4)
+    put(places["user"], make(SERVER, row(4, dataclasses.replace(DIRECT, splits=7))))
+    answers = []
+    threads = [threading.Thread(target=lambda: answers.append(choose(4))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert answers == [first] * 8
+    assert len(reads) == 1
+    store.forget()
+    assert choose(4).config.splits == 7
+
+
+def test_a_configuration_that_fails_at_load_leaves_its_shape_to_the_heuristic(places, caplog):
+    put(places["user"], make(SERVER, row(4, DIRECT)))
+    problem, device = select.Problem(4, N, K), devices.describe(SERVER)
+    assert select.choose(problem, device).config == DIRECT
+    assert select.drop_tables(problem, device, "OutOfResources: shared memory")
+    assert select.choose(problem, device).evidence == "heuristic"
+    assert "OutOfResources" in caplog.text
+    assert not select.drop_tables(problem, device, "again")
+    assert not select.drop_tables(select.Problem(4, 128, 128), device, "no table speaks for it")
+
+
+@pytest.mark.parametrize("ms", [(4, 64, 256), (100, 300, 700, 1000), (1024,), (8, 96)])
+def test_every_variant_that_a_table_brings_is_warmed(places, ms):
+    """What a layer runs once at load holds every variant that any M can take, table or not."""
+    numbers = random.Random(3)
+    layers = shapes.unique(shapes.SHAPE_SETS["deepseek-r1"])
+    made = []
+    for layer in layers:
+        rows = []
+        for m in ms:
+            base = DIRECT if m <= 8 else RING if m <= 64 else TILED
+            rows.append(row(m, dataclasses.replace(base, chunk=numbers.randrange(1, 33), splits=1)))
+        made.append({"n": layer.n, "k": layer.k, "dtype": "bfloat16", "rows": rows})
+    put(places["user"], make(SERVER, shapes=made))
+    device = devices.describe(SERVER)
+    for layer in layers:
+        problem = select.Problem(1, layer.n, layer.k)
+
+        def variant(m, layer=layer):
+            asked = select.Problem(select.bucket(m), layer.n, layer.k)
+            return select.choose(asked, device).config.variant()
+
+        warmed = {variant(m) for m in warm.representatives(problem, device, "not asked")}
+        met = {variant(m) for m in (*range(1, 1200), *range(1200, 40_000, 61))}
+        assert met <= warmed, (layer, met - warmed)
+        tuned = {table.config_from(r["config"]).variant() for shape in made for r in shape["rows"]}
+        assert met & tuned
+    assert {config.variant() for config in select.tuned_configs(device)} == tuned
+
+
+def test_saving_is_atomic_and_merging_keeps_what_still_holds(places):
+    old = make(SERVER, row(4, DIRECT), row(8, DIRECT))
+    new = make(SERVER, row(8, None), row(16, RING))
+    merged = store.merge(old, new)
+    assert [(r["m"], r["backend"]) for r in merged["shapes"][0]["rows"]] == [
+        (4, "triton"), (8, None), (16, "triton"),
+    ]  # fmt: skip
+    changed = make(SERVER, row(4, DIRECT), kernels={"direct": "0"})
+    assert [r["m"] for r in store.merge(changed, new)["shapes"][0]["rows"]] == [8, 16]
+    file = put(places["user"], merged)
+    with pytest.raises(TypeError):
+        store.save(file, {"schema": object()})
+    assert json.loads(file.read_text()) == merged
+    assert [path.name for path in places["user"].iterdir()] == [file.name]
+
+
+def test_tuning_is_offered_until_it_has_run(places, caplog):
+    caplog.set_level(logging.INFO)
+    choose(4)
+    assert "tune --quick" in caplog.text
+    assert SERVER in caplog.text
+    caplog.clear()
+    file = put(places["user"], make(SERVER, row(4, DIRECT)))
+    store.forget()
+    choose(4)
+    assert "tune --quick" not in caplog.text
+    assert f"user table {file}" in caplog.text
+
+
+@pytest.mark.parametrize("folder", [store.HERE / "shipped", store.HERE / "community"])
+def test_every_table_in_the_wheel_is_valid(folder):
+    """The gate for a table that comes by pull request."""
+    for file in sorted(folder.glob("*.json")):
+        found = store.read(file)
+        assert not found.refused, (file, found.refused)
+        assert not found.stand_in, file
+        name = found.gpu["name"]
+        assert store.facts(devices.describe(name)) == found.gpu, file
+        proof = json.loads(file.read_text())
+        if folder.name == "community":
+            assert found.credit, file
+            for key in ("power_limit", "driver", "host"):
+                assert proof["environment"][key], (file, key)
+        for shape in proof["shapes"]:
+            for line in shape["rows"]:
+                assert line["backend"] is None or 0 < line["error"] <= 5e-3, (file, line)
+                assert line["backend"] is None or line["us"] <= 0.98 * line["old_us"], (file, line)
