@@ -19,6 +19,7 @@ from sglang_kt_sm120.cli.options import (
     TpOption,
     asked_device,
     err,
+    fail,
     linears,
     need,
     need_gpu,
@@ -92,8 +93,18 @@ def warm(
 
     layers, device = linears(shape, model, shape_set, tp), asked_device(gpu)
     need("torch", "triton")
-    from sglang_kt_sm120 import ahead, devices, system
+    import triton
 
+    from sglang_kt_sm120 import ahead, aot, devices, system
+
+    target = "sm_{}{}a".format(*device.capability)
+    if not aot.assembler_knows(target):
+        raise fail(
+            f"the ptxas of Triton {triton.__version__} does not know {target} ({device.name}); set "
+            "TRITON_PTXAS_PATH (from Triton 3.6 on TRITON_PTXAS_BLACKWELL_PATH) to the ptxas of "
+            "CUDA 12.9 or newer, for serving too",
+            EXIT_PROBLEM,
+        )
     arch = devices.arch_of(seen=device.capability, real=device.capability)
     kernels = []
     with Progress(console=err, transient=True) as progress:
