@@ -15,7 +15,8 @@ from dataclasses import asdict, dataclass, field
 
 import torch
 
-from sglang_kt_sm120 import heuristic, kernels
+from sglang_kt_sm120 import baselines, heuristic, kernels
+from sglang_kt_sm120.backends import reference as oracle
 from sglang_kt_sm120.backends import triton as backend
 
 TOLERANCE = {torch.bfloat16: 2e-3, torch.float16: 3e-4}
@@ -119,20 +120,17 @@ def make_cases(
 
 def reference(case: Case, index: int) -> torch.Tensor:
     """float64 product on operands quantised by the stated rule, [m, n]."""
-    groups = case.x.float().view(case.m, -1, 128)
-    absmax = groups.abs().amax(-1).clamp(min=1e-10)
-    # By a tensor: CUDA's division by a Python number multiplies by a rounded reciprocal, and with
-    # bf16 inputs exact ties are common enough for that last bit to move 1 % of the codes.
-    scale = absmax / torch.full_like(absmax, 448.0)
-    codes = (groups * (1.0 / scale)[..., None]).clamp(-448, 448).to(torch.float8_e4m3fn)
-    x = (codes.double() * scale.double()[..., None]).view(case.m, case.k)
-    out = torch.empty(case.m, case.n, dtype=torch.float64, device=x.device)
-    for first in range(0, case.n, 4096):  # slices, so that the double copy stays small
-        last = min(first + 4096, case.n)
-        rows = case.scales[index].double().repeat_interleave(128, 0)[first:last]
-        weight = case.weights[index][first:last].double() * rows.repeat_interleave(128, 1)
-        out[:, first:last] = x @ weight.T
-    return out
+    codes, scale = oracle.quantise(case.x)
+    weight, weight_scale = case.weights[index], case.scales[index]
+    return torch.cat(
+        [  # slices, so that the double copy stays small
+            oracle.multiply(
+                codes, scale, weight[first : first + 4096], weight_scale[first // 128 :]
+            )
+            for first in range(0, case.n, 4096)
+        ],
+        dim=1,
+    )
 
 
 def relative_error(out: torch.Tensor, expected: torch.Tensor) -> float:
@@ -154,18 +152,11 @@ def ours(
         problem = heuristic.Case(case.m, case.n, case.k)
         chosen = config or heuristic.config_for(problem, device)
 
+        run = backend.plan(chosen, case.n, case.k, arch=arch, pdl=pdl)
+
         def call(index: int) -> torch.Tensor:
-            return backend.run(
-                case.x,
-                case.weights[index],
-                case.scales[index],
-                None,
-                case.x.dtype,
-                chosen,
-                case.counters,
-                arch=arch,
-                pdl=pdl,
-            )
+            weight, scale = case.weights[index], case.scales[index]
+            return run(case.x, weight, scale, None, case.x.dtype, chosen, case.counters)
 
         call.config = asdict(chosen)
         return call
@@ -226,8 +217,14 @@ def host_linear(name: str, function: Callable, scales: str = "fp32") -> Candidat
     return Candidate(name, prepare, scales, tolerance=1e-2 if scales == "fp32" else 5e-2)
 
 
+def libraries(without: set[str] | None = None) -> list[Candidate]:
+    """The libraries of baselines.py that import here, but for those called as in `without`."""
+    found = baselines.importable(without).items()
+    return [Candidate(name, prepare, *rest) for name, (prepare, *rest) in found]
+
+
 def candidates(device, arch: str | None, pdl: bool, functions: dict) -> list[Candidate]:
-    """What `sglang-kt-sm120 bench` compares: ours, the host's, and reading the weight alone.
+    """What `sglang-kt-sm120 bench` compares: ours, the host's, other libraries, and a bare read.
 
     Args:
         device: The `select.Device` that our configurations are for. arch, pdl: How to launch.
@@ -235,6 +232,7 @@ def candidates(device, arch: str | None, pdl: bool, functions: dict) -> list[Can
     """
     listed = [ours(device, arch=arch, pdl=pdl)]
     listed += [host_linear(name, *function) for name, function in functions.items()]
+    listed += libraries(without=set(functions))
     return [*listed, streaming_read(16 * device.sm_count, pdl=pdl)]
 
 

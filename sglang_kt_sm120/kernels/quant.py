@@ -35,13 +35,14 @@ def _quantise_kernel(
 
 
 def quantise(
-    x: torch.Tensor, *, column_major: bool = False, options: dict | None = None
+    x: torch.Tensor, *, column_major: bool = False, align: int = 1, options: dict | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise activations to e4m3 with one fp32 scale per row and 128 columns.
 
     Args:
         x: [M, K] bf16 or fp16, M >= 1, K a multiple of 128, inner stride 1, any row stride.
         column_major: lay the scales out as CUTLASS reads them, stride 1 along M.
+        align: column_major's columns begin at multiples of so many scales (4 for a TMA copy).
         options: launch options such as `arch` and `launch_pdl`.
 
     Returns:
@@ -51,7 +52,8 @@ def quantise(
     k_blocks = k // 128
     codes = torch.empty((m, k), dtype=torch.float8_e4m3fn, device=x.device)
     if column_major:
-        scales = torch.empty((k_blocks, m), dtype=torch.float32, device=x.device).t()
+        rows = -(-m // align) * align
+        scales = torch.empty((k_blocks, rows), dtype=torch.float32, device=x.device).t()[:m]
     else:
         scales = torch.empty((m, k_blocks), dtype=torch.float32, device=x.device)
     options = options or {}
