@@ -294,7 +294,8 @@ def _compare(output, x, weight, scale) -> dict:
     blocks = scale.double().repeat_interleave(128, 0)[:n].repeat_interleave(128, 1)[:, :k]
     dense = weight.double() * blocks
     groups = x.float().unflatten(-1, (-1, 128))
-    factor = groups.abs().amax(-1, keepdim=True).clamp_min(1e-10) / 448
+    factor = groups.abs().amax(-1, keepdim=True).clamp_min(1e-10)
+    factor = factor / torch.full_like(factor, 448)  # CUDA takes a number's rounded reciprocal
     codes = (groups * (1 / factor)).clamp(-448, 448).to(torch.float8_e4m3fn)
     quantised = (codes.double() * factor.double()).flatten(-2)
     answers = {"exact": x.double() @ dense.T, "quantised": quantised @ dense.T}

@@ -142,6 +142,10 @@ def _torch(capability: tuple[int, int]) -> None:
     import torch
 
     has_gpu = torch.cuda.is_available()
+    if has_gpu:  # Triton must go on compiling for the card that is here
+        from triton.runtime import driver
+
+        driver.active.get_current_target()
     name = f"stand-in GPU of capability {capability[0]}.{capability[1]}"
     torch.cuda.get_device_capability = lambda device=None: capability
     torch.cuda.get_device_name = lambda device=None: name
