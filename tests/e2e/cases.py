@@ -59,9 +59,10 @@ def _cases():
         yield Case(f"{name}-eager", "kt-0.6.1", kind, flags=EAGER)
         yield Case(f"{name}-compiled", "kt-0.6.1", kind, flags=COMPILE)
         yield Case(f"{name}-piecewise", "kt-0.6.1", kind, flags=PIECEWISE)
-        for backend in ("auto", "triton"):  # what the host's own paths do there
-            own = f"{name}-{backend}-piecewise-without"
-            yield Case(own, "kt-0.6.1", kind, backend, plugin=False, flags=PIECEWISE)
+        for mode, flags in (("compiled", COMPILE), ("piecewise", PIECEWISE)):
+            for backend in ("auto", "triton"):  # what the host's own paths do there
+                own = f"{name}-{backend}-{mode}-without"
+                yield Case(own, "kt-0.6.1", kind, backend, False, False, False, BARE, flags)
         name = f"{NEWER}-{kind}"
         yield Case(f"{name}-default", NEWER, kind, flags=FEWER)
         yield Case(f"{name}-eager", NEWER, kind, flags=NO_GRAPHS)

@@ -47,6 +47,14 @@ def __getattr__(name):
 """
 
 
+def distribution(requirement: str) -> str:
+    return requirement.partition("==")[0]
+
+
+def listed(name: str) -> list[str]:
+    return (LISTS / f"{name}.txt").read_text().split()
+
+
 def download(requirements: list[str], wheels: Path) -> None:
     command = [sys.executable, "-m", "pip", "download", "-qqq", "--no-deps"]
     command += ["--only-binary=:all:", "--python-version", "3.12", "--implementation", "cp"]
@@ -86,12 +94,18 @@ def main() -> None:
     wanted = sys.argv[2:] or [host for host in FOLDERS if host.startswith("kt-")]
     with tempfile.TemporaryDirectory() as folder:
         names = sorted({name for host in wanted for name in FOLDERS[host]})
+        # What each of the hosts brings itself need not lie in a folder that they share.
+        own = set.intersection(*({distribution(line) for line in listed(host)} for host in wanted))
         for name in names:
             wheels = Path(folder, "wheels", name)
             wheels.mkdir(parents=True)
-            download((LISTS / f"{name}.txt").read_text().split(), wheels)
+            download(
+                [line for line in listed(name) if name in wanted or distribution(line) not in own],
+                wheels,
+            )
             unpack(wheels, Path(folder, name))
-        stand_in(Path(folder, "common"))
+        if Path(folder, "common", "sgl_kernel").is_dir():
+            stand_in(Path(folder, "common"))
         shutil.rmtree(Path(folder, "wheels"))
         # -9: a dictionary wide enough to find what two versions of one package share.
         pack = f"tar -C {folder} -cf - {' '.join(names)} | xz -9 > {out}"

@@ -23,8 +23,15 @@ pytestmark = [
     pytest.mark.skipif(not hosts.pythons(), reason="no real sglang host: see tests/e2e/hosts.py"),
 ]
 KT = "kt-0.6.1"
-MODES = [f"{KT}-{kind}-{mode}" for kind in (QWEN, MLA) for mode in ("compiled", "piecewise")]
+MODES = [f"{KT}-{QWEN}-{mode}" for mode in ("compiled", "piecewise")]
 DEFAULTS = [f"{NEWER}-{kind}-default" for kind in (QWEN, MLA)]
+#: What the host cannot do with its MLA model, whatever multiplies: it autotunes the router's product
+#: in capture, and traces FlashInfer's routing, which cannot be traced.
+REFUSED = {
+    "compiled": "operation not permitted when stream is capturing",
+    "piecewise": "fused_topk_deepseek",
+}
+TRTLLM = "gemm_fp8_nt_groupwise does not support backend 'trtllm' with capability 120"
 
 
 def eager_of(name: str) -> str:
@@ -46,10 +53,31 @@ def test_served_with_the_tokens_of_eager(name, record):
     assert not stock_calls(got)
     result = compare.compare(got["answers"], eager["answers"])
     print(name, "against eager:", result)
-    assert compare.near_ties_only(result), result
+    assert result["equal"] == result["prompts"], result
 
 
 @pytest.mark.parametrize("name", here(*MODES))
 def test_torch_compile_was_at_work(name, record):
-    assert compiled_graphs(record(name)) > 0
-    assert compiled_graphs(record(eager_of(name))) == 0
+    """More graphs than sglang's own helpers, which it compiles in any mode."""
+    assert compiled_graphs(record(name)) > compiled_graphs(record(eager_of(name)))
+
+
+@pytest.mark.parametrize("backend", ["triton", "auto"])
+@pytest.mark.parametrize("mode", ["compiled", "piecewise"])
+def test_what_the_host_does_by_itself(backend, mode, record):
+    """Its Triton path serves qwen3 in both modes; its FlashInfer path crashes as always."""
+    got = record(f"{KT}-{QWEN}-{backend}-{mode}-without")
+    if backend == "triton":
+        assert got["answers"], got["traceback"] or got["lines"]
+    else:
+        assert not got["answers"]
+        assert any(TRTLLM in line for line in got["traceback"])
+
+
+@pytest.mark.parametrize("mode", ["compiled", "piecewise"])
+def test_what_the_host_refuses_it_refuses_without_us_too(mode, record):
+    for name in (f"{KT}-{MLA}-{mode}", f"{KT}-{MLA}-triton-{mode}-without"):
+        got = record(name)
+        assert not got["answers"]
+        assert any(REFUSED[mode] in line for line in got["traceback"]), got["traceback"]
+        assert not any("sglang_kt_sm120" in line for line in got["traceback"])
