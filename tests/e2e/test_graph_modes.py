@@ -25,12 +25,16 @@ pytestmark = [
 KT = "kt-0.6.1"
 MODES = [f"{KT}-{QWEN}-{mode}" for mode in ("compiled", "piecewise")]
 DEFAULTS = [f"{NEWER}-{kind}-default" for kind in (QWEN, MLA)]
-#: What the host cannot do with its MLA model, whatever multiplies: it autotunes the router's product
-#: in capture, and traces FlashInfer's routing, which cannot be traced.
+#: What the host cannot do with its MLA model, whatever multiplies: it autotunes the router's
+#: product in capture, and traces FlashInfer's routing, which cannot be traced.
 REFUSED = {
     "compiled": "operation not permitted when stream is capturing",
     "piecewise": "fused_topk_deepseek",
 }
+WITHOUT = [f"{KT}-{QWEN}-{backend}-{mode}-without" for backend in ("auto", "triton")
+           for mode in REFUSED]  # fmt: skip
+MLA_MODES = [f"{KT}-{MLA}-{name}" for mode in REFUSED
+             for name in (mode, f"triton-{mode}-without")]  # fmt: skip
 TRTLLM = "gemm_fp8_nt_groupwise does not support backend 'trtllm' with capability 120"
 
 
@@ -62,6 +66,7 @@ def test_torch_compile_was_at_work(name, record):
     assert compiled_graphs(record(name)) > compiled_graphs(record(eager_of(name)))
 
 
+@pytest.mark.cases(*WITHOUT)
 @pytest.mark.parametrize("backend", ["triton", "auto"])
 @pytest.mark.parametrize("mode", ["compiled", "piecewise"])
 def test_what_the_host_does_by_itself(backend, mode, record):
@@ -74,6 +79,7 @@ def test_what_the_host_does_by_itself(backend, mode, record):
         assert any(TRTLLM in line for line in got["traceback"])
 
 
+@pytest.mark.cases(*MLA_MODES)
 @pytest.mark.parametrize("mode", ["compiled", "piecewise"])
 def test_what_the_host_refuses_it_refuses_without_us_too(mode, record):
     for name in (f"{KT}-{MLA}-{mode}", f"{KT}-{MLA}-triton-{mode}-without"):
