@@ -73,14 +73,29 @@ class LaunchLog:
         return wrapper
 
     def watch_backend(self, module) -> None:
-        run = module.run
+        """Count the calls of a backend, whether it is run at once or planned and then called."""
+        one = "plan" if hasattr(module, "plan") else "run"
+        original = getattr(module, one)
 
-        @functools.wraps(run)
-        def wrapper(x, *args, arch=None, **options):
+        def count(x, arch):
             self.calls["plugin", module.NAME, arch or "", x.shape[0], self.capturing()] += 1
-            return run(x, *args, arch=arch, **options)
 
-        module.run = wrapper
+        @functools.wraps(original)
+        def run(x, *args, arch=None, **options):
+            count(x, arch)
+            return original(x, *args, arch=arch, **options)
+
+        @functools.wraps(original)
+        def plan(*args, arch=None, **options):
+            call = original(*args, arch=arch, **options)
+
+            def counted(x, *rest):
+                count(x, arch)
+                return call(x, *rest)
+
+            return counted
+
+        setattr(module, one, plan if one == "plan" else run)
 
     def watch_kernels(self, knobs) -> None:
         def entered(metadata):
