@@ -1,9 +1,12 @@
-"""The project's benchmark on a machine without sglang: ours against its stock Triton kernels.
+"""The project's benchmark on a machine without sglang: ours against stock, DeepGEMM and CUTLASS.
 
     python tests/gpu/measure.py OUT.json [--rows 1,2,4,8,16,32,64] [--sets deepseek-r1,qwen3.6-27b]
 
 Writes records and environment as JSON and prints one line a case. Off SM12x ours run with Triton's
 arch="sm120"; from 32 rows on also natively, because Hopper emulates the SM120 lowering's FP8 there.
+DeepGEMM and CUTLASS take part where `deep_gemm` and `sgl_kernel` import. `--compile` runs each
+candidate once and times nothing: started before, once per `--shard`, it keeps compilation (minutes
+for DeepGEMM) out of the way. `--proposals` times changed configurations beside those chosen today.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,9 +24,15 @@ sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parent)]
 
 import stock  # noqa: E402
 
-from sglang_kt_sm120 import bench, shapes  # noqa: E402
+from sglang_kt_sm120 import bench, heuristic, shapes  # noqa: E402
 
 EMULATED_FROM = 32  # rows from which Hopper's emulation of FP8 mma bounds the SM120 lowering
+#: What might be better at 9 to 16 rows: a variant and how many of its programs an SM takes.
+PROPOSALS = {
+    "WIDE16, 3 an SM": (heuristic.WIDE16, 3),
+    "FUSED16, 3 an SM": (heuristic.FUSED16, 3),
+    "WIDE16 of 8 warps, 2 an SM": (replace(heuristic.WIDE16, num_warps=8), 2),
+}
 
 
 def this_device():
@@ -55,6 +65,17 @@ def behind_plain(candidate):
     return bench.Candidate("ours behind plain", prepare)
 
 
+def proposals(case):
+    """`PROPOSALS` for a case, as candidates."""
+    device = this_device()
+    arch = None if device.capability[0] == 12 else "sm120"
+    listed = []
+    for name, (variant, per_sm) in PROPOSALS.items():
+        config = heuristic.one_wave(variant, case.n, case.k, per_sm * device.sm_count)[0]
+        listed.append(bench.ours(device, arch=arch, config=config, name=name))
+    return listed
+
+
 def candidates(rows):
     device = this_device()
     arch = None if device.capability[0] == 12 else "sm120"
@@ -64,6 +85,7 @@ def candidates(rows):
     if module:
         listed.append(bench.stock(stock.Stock(module)))
         listed.append(bench.stock(stock.Stock(module, tuned=True), "stock, tuned for H200"))
+    listed += bench.libraries(without={"cutile", "b12x"})  # for SM12x, or of other numbers
     listed.append(bench.streaming_read(16 * device.sm_count))
     if rows <= 16:
         listed.append(behind_plain(ours))
@@ -82,24 +104,53 @@ def line(records):
     return f"{first.n}x{first.k} M={first.m}  floor {first.bytes / 4130e3:.2f}  {times}  {notes}"
 
 
+def compile_only(case, listed):
+    """Run every candidate once, so that the timed run finds it compiled."""
+    for candidate in listed:
+        try:
+            candidate.prepare(case)(0)
+        except Exception as failure:  # the timed run meets it again and records it
+            print(f"{candidate.name} {case.n}x{case.k} M={case.m}: {failure}"[:200], flush=True)
+    torch.cuda.synchronize()
+
+
+def wanted_shapes(options):
+    """The layers asked for, each (N, K) once, of this shard."""
+    wanted = {}
+    for name in options.sets.split(","):
+        for layer in shapes.SHAPE_SETS[name]:
+            wanted.setdefault((layer.n, layer.k), SimpleNamespace(name=name, n=layer.n, k=layer.k))
+    if options.shapes:
+        named = [tuple(map(int, text.split("x"))) for text in options.shapes.split(",")]
+        wanted = {(n, k): SimpleNamespace(name="named", n=n, k=k) for n, k in named}
+    index, shards = map(int, options.shard.split("/"))
+    return list(wanted.values())[index::shards]
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
     parser.add_argument("--rows", default="1,2,4,8,16,32,64")
     parser.add_argument("--sets", default="deepseek-r1,qwen3.6-27b")
+    parser.add_argument("--shapes", help="instead of --sets: 2112x7168,4096x7168")
     parser.add_argument("--rounds", type=int, default=bench.ROUNDS)
+    parser.add_argument("--shard", default="0/1", help="I/N: every Nth shape, from the Ith")
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--proposals", action="store_true")
     options = parser.parse_args()
-    wanted = {}
-    for name in options.sets.split(","):
-        for layer in shapes.SHAPE_SETS[name]:
-            wanted.setdefault((layer.n, layer.k), SimpleNamespace(name=name, n=layer.n, k=layer.k))
     rows = [int(value) for value in options.rows.split(",")]
     records = []
     device = torch.device("cuda", 0)
-    for case in bench.make_cases(wanted.values(), rows, device):
-        latest = bench.time_case(case, candidates(case.m), rounds=options.rounds)
+    for case in bench.make_cases(wanted_shapes(options), rows, device):
+        listed = candidates(case.m) + (proposals(case) if options.proposals else [])
+        if options.compile:
+            compile_only(case, listed)
+            continue
+        latest = bench.time_case(case, listed, rounds=options.rounds)
         records.extend(latest)
         print(line(latest), flush=True)
+    if options.compile:
+        return
     result = {
         "schema": 1,
         "environment": bench.environment(),
