@@ -201,6 +201,28 @@ def test_one_compilation_serves_every_m(monkeypatch):
         assert counter.frame_count <= 3
 
 
+def test_inductor_hands_strides_over_as_they_are(monkeypatch):
+    """Columns of a wider tensor, and a transposed one: no copy is made on the way to the op."""
+    layer, seen, original = Layer(), [], op._run
+
+    def run(x, *arguments):
+        seen.append(x.stride())
+        return original(x, *arguments)
+
+    monkeypatch.setattr(op, "_run", run)
+
+    @torch.compile(fullgraph=True, dynamic=True)
+    def compiled(x):
+        columns, turned = x[:, 128:512], x[:, :384].t().contiguous().t()
+        return sum(
+            op.block_fp8_linear(view, layer.weight, layer.scale) for view in (columns, turned)
+        )
+
+    with torch.no_grad():
+        compiled(activation(5, 640))
+    assert seen == [(640, 1), (1, 5)]
+
+
 def test_buckets_have_no_divisibility_paths():
     for m in range(1, 258):
         assert select.bucket(m) <= m
