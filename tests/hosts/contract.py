@@ -99,6 +99,8 @@ def run(scenario: dict) -> dict:
     sys.path[:0] = scenario["path"]
     started = time.monotonic()
     armed = "sglang_kt_sm120._startup" in sys.modules
+    opened: set[str] = set()
+    sys.addaudithook(lambda event, what: _notice(opened, event, what))
     if scenario["plugin"]:
         site.addsitedir(scenario["plugin"])
     import stubs
@@ -146,9 +148,26 @@ def run(scenario: dict) -> dict:
         getattr(m, "__file__", None) for n, m in sys.modules.items() if n.startswith("sglang.")
     ]
     result["sources"] = sorted(str(Path(file).relative_to(root)) for file in files if file)
+    result["plugin_files"] = _plugin_files(opened)
     result["cpu"] = round(sum(os.times()[:2]), 1)
     result["seconds"] = [round(imported - started, 1), round(time.monotonic() - imported, 1)]
     return result
+
+
+def _notice(opened: set[str], event: str, what: tuple) -> None:
+    """Keep the names of the plugin's files that are opened, such as tables."""
+    if event == "open" and isinstance(what[0], str) and "/sglang_kt_sm120/" in what[0]:
+        opened.add(what[0])
+
+
+def _plugin_files(opened: set[str]) -> list[str]:
+    """Return the plugin's files that took part in this process, relative to its site folder."""
+    files = [m.__file__ for n, m in sys.modules.items() if n.partition(".")[0] == "sglang_kt_sm120"]
+    if not files:
+        return []
+    root = Path(sys.modules["sglang_kt_sm120"].__file__).parents[1]
+    files += [name for name in opened if not name.endswith(".pyc")]
+    return sorted({str(Path(file).relative_to(root)) for file in files if file})
 
 
 def choices() -> list[str]:

@@ -5,8 +5,8 @@
     python -m tests.hosts.matrix --newest           # the newest of each, by name; writes nothing
 
 Every release is played (play.py) and judged (judge.py). A record per release lies in
-`.hosts/records/HASH`, HASH being that of this project's sources, so that a run can be broken off
-and taken up again. Two releases are played at a time.
+`.hosts/records`, and holds for as long as the files that took part in it are the same (records.py),
+so that a run can be broken off and taken up again. Two releases are played at a time.
 
 Where every sglang module that took part in a release's play is the same file, byte for byte, in the
 next release with the same pins, only the central scenario is played there, and the rest of the
@@ -26,11 +26,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from tests.hosts import compatibility, judge, lab, play, releases
+from tests.hosts import compatibility, judge, lab, play, records, releases
 
 CENTRAL = "plugin, 12.0, off"
+RECORDS = lab.ROOT / "records"
 #: Differ between any two releases, and nothing but a version is in them.
 VERSION_FILES = ("sglang/version.py", "sglang/_version.py")
 console = Console(stderr=True)
@@ -41,29 +43,38 @@ class Matrix:
 
     def __init__(self, plugin: Path, progress: Progress):
         self.plugin, self.progress = plugin, progress
-        self.records = lab.ROOT / "records" / plugin.name.removeprefix("plugin-")
-        self.records.mkdir(parents=True, exist_ok=True)
         self.lock = threading.Lock()
         self.done: list[dict] = []
+        self.played = 0
+
+    def record(self, release: releases.Release) -> dict | None:
+        """Return the release's record where it still holds."""
+        record = records.read(RECORDS / f"{release}.json")
+        holds = record is not None and records.holds(record.get("made_from", {}), self.plugin)
+        return record if holds else None
 
     def group(self, group: list[releases.Release], task) -> None:
         """Play releases with the same pins in one process, oldest first."""
         stage = None
         try:
             for release in group:
-                host = releases.build(release, lambda *a: None)
-                path = self.records / f"{release}.json"
-                if path.is_file():
-                    record = json.loads(path.read_text())
-                else:
+                record = self.record(release)
+                if record is None:
+                    host = releases.build(release, lambda *a: None)
                     stage = stage or play.Stage(host, self.plugin)
-                    record = self.play(release, host, stage)
-                    path.write_text(json.dumps(record))
+                    try:
+                        record = self.play(release, host, stage)
+                    except (lab.LabError, OSError) as error:
+                        self.progress.console.print(f"[red]{release}[/]: {escape(str(error))}")
+                        self.progress.update(task, advance=1)
+                        continue
+                    records.write(RECORDS / f"{release}.json", record)
+                    self.played += 1
                 with self.lock:
                     self.done.append(record)
                     self.progress.update(task, advance=1, description=str(release))
                     for finding in judge.everything(record):
-                        self.progress.console.print(f"[red]{release}[/]: {finding}", markup=True)
+                        self.progress.console.print(f"[red]{release}[/]: {escape(finding)}")
         finally:
             if stage is not None:
                 stage.close()
@@ -75,6 +86,7 @@ class Matrix:
         twin = self.twin(host)
         if twin is not None and _gist(twin["played"][CENTRAL]) == _gist(central):
             played, sources, loader = twin["played"], twin["sources"], twin["loader"]
+            ours = {*twin["made_from"]["plugin"], *central.get("plugin_files", ())}
         else:
             twin = None
             played = {
@@ -88,6 +100,8 @@ class Matrix:
                 loader = play.loader_alone(host, stage)
                 if release.era:
                     loader |= play.loader(host, self.plugin)
+            results = [*played.values(), *(result for way in loader.values() for result in way)]
+            ours = {file for result in results for file in result.pop("plugin_files", ())}
         return {
             "distribution": release.name,
             "version": release.version,
@@ -96,6 +110,7 @@ class Matrix:
             "loader": loader,
             "sources": sources,
             "twin": twin and twin["version"],
+            "made_from": records.made_from(self.plugin, ours),
             "seconds": round(time.monotonic() - started),
         }
 
@@ -143,7 +158,8 @@ def newest() -> list[releases.Release]:
     for name in ("sglang-kt", "sglang"):
         command = [sys.executable, "-m", "pip", "index", "versions", name]
         said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        found.append(releases.Release(name, said.partition("(")[2].partition(")")[0]))
+        version = said.partition("(")[2].partition(")")[0]
+        found.append(releases.Release(name, version, era=True))  # played in full
     return found
 
 
@@ -177,7 +193,7 @@ def main(arguments: list[str] | None = None) -> int:
     ) as progress:
         matrix = Matrix(chosen.plugin or lab.plugin(), progress)
         if chosen.report:
-            matrix.done = [json.loads(f.read_text()) for f in matrix.records.glob("*.json")]
+            matrix.done = [record for record in map(matrix.record, played) if record]
         else:
             task = progress.add_task("fetching", total=len(played))
             with ThreadPoolExecutor(chosen.jobs) as pool:
@@ -190,8 +206,12 @@ def main(arguments: list[str] | None = None) -> int:
     if not chosen.release and not chosen.newest:
         compatibility.write(done)
     bad = [record for record in done if judge.everything(record)]
-    console.print(f"{len(done)} releases played, {len(bad)} with findings")
-    return 1 if bad or len(done) < len(played) else 0
+    missing = len(played) - len(done)
+    console.print(
+        f"{len(done)} releases ({matrix.played} played now), {len(bad)} with findings"
+        + (f", {missing} not played" if missing else "")
+    )
+    return 1 if bad or missing else 0
 
 
 if __name__ == "__main__":
