@@ -1,8 +1,8 @@
 """Triton's interpreter with correct FP8 and bf16 casts.
 
 Triton's own conversion drops carries when it rounds to e4m3 (31.1 becomes 16), wraps above 464,
-reads e4m3's NaN as 480 and truncates fp32 to bf16; its fma rounds twice. `enable()` replaces both,
-the conversions by torch's.
+reads e4m3's NaN as 480 and truncates fp32 to bf16; its fma rounds twice. Triton 3.9's makes an integer block of a scalar comparison,
+which it then refuses as a mask. `enable()` replaces these, the conversions by torch's.
 It must run before anything imports triton, so interpreted tests live in a process of their own.
 """
 
@@ -26,6 +26,9 @@ def enable(*, repair: bool = True) -> None:
 
         interpreter._convert_float = _convert_float
         interpreter.InterpreterBuilder.create_fma = _fused_multiply_add
+        interpreter.InterpreterBuilder.create_splat = _of_one_bit(
+            interpreter.InterpreterBuilder.create_splat
+        )
         interpreter._patch_lang_tensor = _with_index(interpreter._patch_lang_tensor)
 
 
@@ -37,6 +40,20 @@ def _fused_multiply_add(builder, x, y, z):
     assert x.data.dtype == np.float32
     exact = x.data.astype(np.float64) * y.data.astype(np.float64) + z.data.astype(np.float64)
     return TensorHandle(exact.astype(np.float32), x.dtype.scalar)
+
+
+def _of_one_bit(splat):
+    """`splat` (a scalar to a block) that keeps a truth value one, whatever type it is noted as."""
+    import numpy as np
+    import triton.language as tl
+    from triton.runtime.interpreter import TensorHandle
+
+    def repaired(builder, block_type, scalar):
+        if scalar.data.dtype == np.bool_:
+            scalar = TensorHandle(scalar.data, tl.int1)
+        return splat(builder, block_type, scalar)
+
+    return repaired
 
 
 def _with_index(patch):
