@@ -89,7 +89,7 @@ def _variants(linears, device: select.Device, dtype: str) -> list[Compiled]:
     found: dict[tuple, Compiled] = {}
     for linear in shapes.unique(linears):
         problem = select.Problem(1, linear.n, linear.k, dtype)
-        for m in warm.representatives(problem, device, cutlass="not asked ahead of time"):
+        for m in warm.representatives(problem, device):
             config = select.choose(select.Problem(m, linear.n, linear.k, dtype), device).config
             # Triton specialises integers on divisibility by 16 and on being 1.
             key = (config.variant(), linear.n % 16 == 0, m == 1)

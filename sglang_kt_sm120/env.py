@@ -29,6 +29,9 @@ REQUESTS = (
     "deep_gemm",
 )
 
+#: What `DISABLED_BACKENDS` can name: backends, and the kernels of backend cutlass (limits.py).
+CAN_BE_DISABLED = ("triton", "cutlass", "reference", "sgl_kernel", "sglang_jit", "flashinfer")
+
 _warned: set[tuple[str, str]] = set()
 
 
@@ -79,11 +82,14 @@ def _one_of(*names: str) -> Callable[[str], str]:
     return parse
 
 
-def _requests(text: str) -> frozenset[str]:
-    names = frozenset(name.strip().lower() for name in text.split(",") if name.strip())
-    if not names <= frozenset(REQUESTS):
-        raise ValueError(text)
-    return names
+def _names(allowed: tuple[str, ...]) -> Callable[[str], frozenset[str]]:
+    def parse(text: str) -> frozenset[str]:
+        names = frozenset(name.strip().lower() for name in text.split(",") if name.strip())
+        if not names <= frozenset(allowed):
+            raise ValueError(text)
+        return names
+
+    return parse
 
 
 def _capability(text: str) -> tuple[int, int] | None:
@@ -106,7 +112,7 @@ ENABLE = _variable(
 REPLACE = _variable(
     "REPLACE", "auto,triton,flashinfer_trtllm", "a comma-separated list of " + ", ".join(REQUESTS),
     "Which requests (--fp8-gemm-backend, or the variables of old releases) this plugin serves on "
-    "SM12x; any other request stays with sglang.", _requests,
+    "SM12x; any other request stays with sglang.", _names(REQUESTS),
 )  # fmt: skip
 STRICT = _variable(
     "STRICT", "0", "0 or 1",
@@ -117,6 +123,11 @@ BACKEND = _variable(
     "BACKEND", "auto", "auto, triton, cutlass, reference",
     "Force one backend for every shape; one that cannot serve a layer stops the load with every "
     "reason.", _one_of("auto", "triton", "cutlass", "reference"),
+)  # fmt: skip
+DISABLED_BACKENDS = _variable(
+    "DISABLED_BACKENDS", "", "a comma-separated list of " + ", ".join(CAN_BE_DISABLED),
+    "Backends, or single kernels of cutlass, that never serve; a layer that none is left for stops "
+    "the load with every reason.", _names(CAN_BE_DISABLED),
 )  # fmt: skip
 PDL = _variable(
     "PDL", "1", "0 or 1",
@@ -140,4 +151,6 @@ TEST_CAPABILITY = _variable(
     "device has. Without a GPU the reference backend then serves.", _capability,
 )  # fmt: skip
 
-VARIABLES = (ENABLE, REPLACE, STRICT, BACKEND, PDL, MMA, CONFIG_DIR, TEST_CAPABILITY)
+VARIABLES = (
+    ENABLE, REPLACE, STRICT, BACKEND, DISABLED_BACKENDS, PDL, MMA, CONFIG_DIR, TEST_CAPABILITY,
+)  # fmt: skip

@@ -36,6 +36,8 @@ FLAGS_THAT_WORK = "--fp8-gemm-backend auto or triton"
 
 _lock = threading.Lock()
 _said: set[str] = set()
+#: Seams that are not as we know them: while there is one, sglang's own dispatch answers.
+_unknown: set[str] = set()
 
 
 def _once(level: int, message: str, *args) -> None:
@@ -53,7 +55,7 @@ def install() -> None:
     """Wrap both seams in every sglang module that is loaded by now. Idempotent.
 
     A seam that is missing or whose signature is not known is left alone, with one ERROR that names
-    the file: sglang then runs as if this package were not there.
+    the host's version and the file: sglang then dispatches as if this package were not there.
     """
     with _lock:
         fp8_utils = sys.modules.get(FP8_UTILS)
@@ -61,23 +63,43 @@ def install() -> None:
             return
         for module_name, class_name, scale_name in METHODS:
             module = sys.modules.get(module_name)
-            if module is not None and hasattr(module, class_name):
-                _wrap_load(module, getattr(module, class_name), scale_name)
+            cls = getattr(module, class_name, None)
+            if cls is not None:
+                _wrap_load(module, cls, scale_name)
+            elif module is not None and not _being_imported(module):
+                _unknown_seam(class_name, module)
 
 
 def installed() -> bool:
-    """True where seam one is wrapped in this process."""
+    """True where sglang's dispatch goes through this package in this process."""
     dispatch = getattr(sys.modules.get(FP8_UTILS), DISPATCH, None)
-    return getattr(dispatch, "sglang_kt_sm120", False)
+    return getattr(dispatch, "sglang_kt_sm120", False) and not _unknown
+
+
+def _being_imported(module) -> bool:
+    return getattr(getattr(module, "__spec__", None), "_initializing", False)
 
 
 def _unknown_seam(what: str, module) -> None:
+    _unknown.add(what)
     _once(
         logging.ERROR,
-        "sglang-kt-sm120 %s: %s in %s is not as in any release it knows; sglang's own FP8 dispatch "
-        "stays. Please report this with your sglang version.",
-        __version__, what, getattr(module, "__file__", module.__name__),
+        "sglang-kt-sm120 %s: %s in %s of %s is not as in any release it knows; sglang's own FP8 "
+        "dispatch stays. Please report this.",
+        __version__, what, getattr(module, "__file__", module.__name__), _host_version(),
     )  # fmt: skip
+
+
+def _host_version() -> str:
+    """Return the installed sglang's name and version: its `__version__` is 0.0.0.dev0 in the fork."""
+    from importlib import metadata
+
+    for name in ("sglang-kt", "sglang"):
+        try:
+            return f"{name} {metadata.version(name)}"
+        except metadata.PackageNotFoundError:
+            continue
+    return "an sglang that is not installed"
 
 
 def _wrap_dispatch(fp8_utils) -> bool:
@@ -179,7 +201,7 @@ def _answer(stock: Callable, fp8_utils, block):
     from sglang_kt_sm120 import devices
 
     names = devices.sm120_names()
-    if not names or (block is not None and list(block) != [128, 128]):
+    if _unknown or not names or (block is not None and list(block) != [128, 128]):
         return stock
     asked = request.requested(fp8_utils)
     if asked.backend not in env.REPLACE.get():
@@ -208,10 +230,10 @@ def _answer(stock: Callable, fp8_utils, block):
 
     if request.server_argument(fp8_utils, "enable_deterministic_inference"):
         op.set_deterministic(True)
-    if asked.backend == "auto" and stock is getattr(
+    by_default = asked.backend == "auto" and stock is getattr(
         fp8_utils, "cutlass_w8a8_block_fp8_linear_with_fallback", None
-    ):
-        cutlass.offer(stock)
+    )
+    cutlass.offer(getattr(fp8_utils, "fp8_blockwise_scaled_mm", None), is_default=by_default)
     _once(
         logging.INFO,
         "sglang-kt-sm120 %s is active on %s: block-FP8 linears go to %s instead of %s "
@@ -280,16 +302,14 @@ def _prepare(method, ours, layer, scale_name: str) -> None:
     try:
         import torch
 
-        from sglang_kt_sm120 import op, warm
-        from sglang_kt_sm120.backends import cutlass
+        from sglang_kt_sm120 import warm
 
         # A buffer, because a host that releases and restores its memory (sleep mode, for RL) keeps
         # the contents of a model's buffers, and of nothing else.
         if ours.counters is not None and isinstance(layer, torch.nn.Module):
             layer.register_buffer("sm120_counters", ours.counters, persistent=False)
         dtype = getattr(layer, "orig_dtype", torch.bfloat16)
-        if cutlass.probe(weight.device, *weight.shape, dtype):
-            op.forget_choices()
+        _prove_cutlass(weight, dtype)
         with torch.inference_mode():
             warm.layer(ours, weight, scale, dtype)
     except select.NoBackend:
@@ -297,6 +317,33 @@ def _prepare(method, ours, layer, scale_name: str) -> None:
     except Exception as error:  # no compiler, no memory, anything: stock it is
         _failed("warming a layer", error)
         method.w8a8_block_fp8_linear = ours.stock
+
+
+def _prove_cutlass(weight, dtype) -> None:
+    """Probe those of the host's CUTLASS kernels on this layer's shape that a choice could take."""
+    import torch
+
+    from sglang_kt_sm120 import op
+    from sglang_kt_sm120.backends import cutlass
+
+    if weight.is_cuda and not torch.cuda.is_current_stream_capturing():
+        cutlass.join(*_tensor_parallel_ranks())
+        op.prove_cutlass(weight.device, *weight.shape, dtype)
+
+
+def _tensor_parallel_ranks() -> tuple:
+    """Return (store, rank, ranks) of the host's tensor-parallel group, the store None without one.
+
+    The store is the one that torch's process group was made with: no collective is needed.
+    """
+    parallel_state = sys.modules.get("sglang.srt.distributed.parallel_state")
+    try:
+        from torch.distributed import distributed_c10d
+
+        group = parallel_state.get_tp_group()
+        return distributed_c10d._get_default_store(), group.rank, tuple(group.ranks)
+    except Exception:  # no group yet, or a host of another build: each rank for itself
+        return None, 0, ()
 
 
 # ---------------------------------------------------------------- by name

@@ -19,7 +19,7 @@ from importlib import import_module
 
 import torch
 
-from sglang_kt_sm120 import checks, devices, env, select
+from sglang_kt_sm120 import checks, devices, env, limits, select
 
 NAMESPACE = "sglang_kt_sm120"
 #: Streams that get a row of their own in a layer's counters; a further one gets fresh zeros.
@@ -130,7 +130,7 @@ def _decide(x, x_scale, weight, weight_scale, out_dtype) -> tuple:
     index = x.device.index if x.device.type == "cuda" else None
     device = devices.device(index)
     problem = problem_of(x.shape[0], n, k, out_dtype, prequantised=x_scale is not None)
-    choice = select.choose(problem, device, cutlass_verdict(x.device, n, k, out_dtype))
+    choice = select.choose(problem, device, known_cutlass(x.device, n, k, out_dtype))
     key = _require_compiled(choice, problem, x) if index is not None else None
     backend = import_module(f"{NAMESPACE}.backends.{choice.backend}")
     options = {"arch": devices.arch(index), "pdl": env.PDL.get()}
@@ -159,9 +159,40 @@ def _require_compiled(choice: select.Choice, problem: select.Problem, x: torch.T
     return key
 
 
-def cutlass_verdict(device: torch.device, n: int, k: int, dtype: torch.dtype) -> str | None:
-    """Return None where the host's CUTLASS was proven for this layer shape, else the reason."""
-    return import_module(f"{NAMESPACE}.backends.cutlass").why_not(device.index, n, k, dtype)
+def known_cutlass(device: torch.device, n: int, k: int, dtype: torch.dtype) -> limits.Known:
+    """Return what the probes have said by now of the host's CUTLASS kernels on this shape."""
+    return import_module(f"{NAMESPACE}.backends.cutlass").known(device.index, n, k, dtype)
+
+
+def prove_cutlass(
+    device: torch.device, n: int, k: int, dtype: torch.dtype, *, every: bool = False
+) -> limits.Known:
+    """Probe those of the host's CUTLASS kernels that a choice for this shape could take.
+
+    Called at load, never during capture; a kernel is probed once per shape and process.
+
+    Args:
+        device: Where the layer is; on the CPU nothing is probed.
+        n, k: Its weight's shape.
+        dtype: Of the activations.
+        every: Probe every kernel that is not ruled out (for `tune`), not only what is wanted.
+
+    Returns:
+        What is known then.
+    """
+    cutlass = import_module(f"{NAMESPACE}.backends.cutlass")
+    before = cutlass.known(device.index, n, k, dtype)
+    if device.type != "cuda":
+        return before
+    facts = devices.device(device.index)
+    named, anyone = select.wanted_kernels(problem_of(1, n, k, dtype), facts, before.host_default)
+    if every:
+        named, anyone = select.usable_kernels(problem_of(1, n, k, dtype), facts), ()
+    options = {"arch": devices.arch(device.index)}
+    after = cutlass.prove(device, n, k, dtype, named, anyone, **options)
+    if after != before:
+        forget_choices()
+    return after
 
 
 def _run(x, x_scale, weight, weight_scale, out_dtype, counters, decision=None):

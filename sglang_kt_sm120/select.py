@@ -2,9 +2,9 @@
 
 `choose` is the one decision of this package: the op routes by it, `explain` prints it, tests walk
 it. It depends on the problem, the device, the tuned tables on disk (read once per process, at
-load), `SGLANG_KT_SM120_BACKEND` and what the probe of the host's CUTLASS said at load, and on
-nothing that is timed; so restarts and CUDA graphs get the same answer, and ranks do unless the
-probe failed on one of them (it warns there). No torch here.
+load), `SGLANG_KT_SM120_BACKEND`, `SGLANG_KT_SM120_DISABLED_BACKENDS` and what the probe of the
+host's CUTLASS said at load, and on nothing that is timed; so restarts, CUDA graphs and ranks get
+the same answer (backends/cutlass settles a probe that failed on one rank only). No torch here.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from sglang_kt_sm120 import env, heuristic
+from sglang_kt_sm120 import env, heuristic, limits
 from sglang_kt_sm120.configs import store
 
 BLOCK = 128  # weight blocks are 128 x 128, activation groups 1 x 128
@@ -93,6 +93,9 @@ class Choice:
     table: str = ""
 
 
+NOTHING_KNOWN = limits.Known()
+
+
 class NoBackend(RuntimeError):
     """No backend can serve this product; the message lists every reason."""
 
@@ -106,18 +109,18 @@ def bucket(m: int) -> int:
     return m if m <= DECODE_M else max(DECODE_M + 1, m // 64 * 64)
 
 
-def choose(problem: Problem, device: Device, cutlass: str | None = "not probed here") -> Choice:
+def choose(problem: Problem, device: Device, cutlass: limits.Known = NOTHING_KNOWN) -> Choice:
     """Choose the backend and its configuration.
 
     Args:
         problem: The product; its `m` is taken through `bucket`.
         device: The GPU (or "cpu").
-        cutlass: None where the host's CUTLASS linear was proven on this (n, k) and device before
-            capture, else the reason why it may not serve.
+        cutlass: What the probe of the host's CUTLASS kernels said about this (n, k, dtype) and
+            device, before capture.
 
     Raises:
-        NoBackend: K is no multiple of 128, or `SGLANG_KT_SM120_BACKEND` forces a backend that
-            cannot serve this product.
+        NoBackend: K is no multiple of 128, `SGLANG_KT_SM120_BACKEND` forces a backend that cannot
+            serve this product, or `SGLANG_KT_SM120_DISABLED_BACKENDS` leaves none that can.
     """
     if problem.k % BLOCK:
         raise NoBackend(
@@ -128,32 +131,40 @@ def choose(problem: Problem, device: Device, cutlass: str | None = "not probed h
     reasons = _why_not(problem, device, cutlass)
     answer = _tabled(problem, device)
     row = answer.row if answer else None
+    kernel = _cutlass_kernel(row, cutlass)
+    tabled = row is not None and row.backend is not None and reasons[row.backend] is None
     if forced != "auto":
         if reasons.get(forced):
-            every = "; ".join(f"{name}: {why}" for name, why in reasons.items() if why)
-            raise NoBackend(
-                f"{env.BACKEND.name}={forced} cannot serve m={problem.m} n={problem.n} "
-                f"k={problem.k} on {device.name}: {every}"
-            )
+            raise _refusal(f"{env.BACKEND.name}={forced}", problem, device, reasons)
         winner, evidence, reason = forced, "forced", f"{env.BACKEND.name}={forced}"
-    elif not device.cuda:
+    elif not device.cuda and reasons["reference"] is None:
         winner, evidence, reason = "reference", "only choice", "no CUDA device: plain torch"
-    elif row is not None and row.backend is not None and reasons[row.backend] is None:
+    elif tabled and (row.backend != "cutlass" or kernel):
         winner, evidence = row.backend, answer.found.kind
         reason = f"tuned at M={row.m} on {answer.found.table.gpu['name']}"
-    elif reasons["cutlass"] is None and _host_first(problem):
+    elif reasons["cutlass"] is None and cutlass.host_default and problem.m > DECODE_M:
         winner, evidence = "cutlass", "host default"
         reason = "M > 64, N and K multiples of 128: the host's own default, proven on this layer"
-    else:
+    elif reasons["triton"] is None:
         winner, evidence = "triton", "heuristic"
         reason = _triton_reason(problem)
+    elif reasons["cutlass"] is None:
+        winner, evidence, reason = "cutlass", "only choice", reasons["triton"]
+    else:  # plain torch serves a GPU only where it is asked for by name
+        raise _refusal(
+            f"{env.DISABLED_BACKENDS.name}={','.join(sorted(_disabled()))}",
+            problem,
+            device,
+            reasons,
+        )
 
-    if row is not None and row.backend == winner:
-        config, table = row.config, answer.found.title()
+    table = answer.found.title() if row is not None and row.backend == winner else ""
+    if winner == "cutlass":
+        config = limits.Cutlass((kernel if table else "") or cutlass.proven[0])
+    elif winner == "triton":
+        config = row.config if table else heuristic.config_for(problem, device)
     else:
-        config, table = None, ""
-        if winner == "triton":
-            config = heuristic.config_for(problem, device)
+        config = None
     rejected = {
         name: reasons[name] or _ranked_lower(name, winner, problem)
         for name in BACKENDS
@@ -195,8 +206,51 @@ def drop_tables(problem: Problem, device: Device, reason: str) -> bool:
     return store.distrust(problem.n, problem.k, problem.dtype, reason)
 
 
-def _host_first(problem: Problem) -> bool:
-    return problem.m > DECODE_M and not problem.deterministic
+def wanted_kernels(
+    problem: Problem, device: Device, host_default: bool
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return which of the host's CUTLASS kernels have to be probed for the shape of `problem`.
+
+    Two tuples of names: those that a tuned table names, each wanted for itself, and those of which
+    the first that proves right will do. A kernel that no choice could take is not asked for, since
+    its first call may compile for minutes.
+    """
+    if not device.cuda or problem.deterministic:
+        return (), ()
+    usable = usable_kernels(problem, device)
+    key = (problem.n, problem.k, problem.dtype)
+    rows = [row for found in store.tables(device) for row in found.table.shapes.get(key, ())]
+    tuned = [(row.config or {}).get("kernel") for row in rows if row.backend == "cutlass"]
+    forced = env.BACKEND.get()
+    anyone = forced == "cutlass" or (
+        forced == "auto" and (host_default or None in tuned or "triton" in _disabled())
+    )
+    named = tuple(name for name in usable if forced == "auto" and name in tuned)
+    return named, usable if anyone else ()
+
+
+def usable_kernels(problem: Problem, device: Device) -> tuple[str, ...]:
+    """Return the host's CUTLASS kernels that nothing rules out before a probe, in their order."""
+    return tuple(k.name for k in limits.KERNELS if not _kernel_why_not(k, problem, device))
+
+
+def _cutlass_kernel(row: store.Row | None, cutlass: limits.Known) -> str | None:
+    """Return the proven kernel that a table's row means; None where it is none or not proven."""
+    if row is None or row.backend != "cutlass" or not cutlass.proven:
+        return None
+    name = (row.config or {}).get("kernel", cutlass.proven[0])
+    return name if name in cutlass.proven else None
+
+
+def _disabled() -> frozenset[str]:
+    return env.DISABLED_BACKENDS.get()
+
+
+def _refusal(what: str, problem: Problem, device: Device, reasons: dict) -> NoBackend:
+    every = "; ".join(f"{name}: {why}" for name, why in reasons.items() if why)
+    return NoBackend(
+        f"{what} cannot serve m={problem.m} n={problem.n} k={problem.k} on {device.name}: {every}"
+    )
 
 
 def _triton_reason(problem: Problem) -> str:
@@ -207,23 +261,49 @@ def _triton_reason(problem: Problem) -> str:
     return "prefill: our tiled kernel"
 
 
-def _why_not(problem: Problem, device: Device, cutlass: str | None) -> dict[str, str | None]:
+def _why_not(problem: Problem, device: Device, cutlass: limits.Known) -> dict[str, str | None]:
     """Return the reason why each backend cannot serve, or None where it can."""
     sm = "".join(map(str, device.capability))
     no_gpu = None if device.cuda else "needs a CUDA device"
-    if cutlass is None and (problem.n % BLOCK or problem.k % BLOCK):
-        cutlass = "N and K must be multiples of 128"
-    if cutlass is None and problem.prequantised:
-        cutlass = "the host's function quantises by itself"
-    return {
+    reasons = {
         "flashinfer_trtllm": f"no kernel for compute capability {sm}: FlashInfer builds trtllm for "
         "100 and 103 only",
         "deep_gemm": "needs UE8M0 scales (fp32 scales would be rounded), and its builds for sglang "
         "before 0.5.20 have no SM120 kernel",
-        "cutlass": no_gpu or cutlass,
+        "cutlass": no_gpu or _cutlass_why_not(problem, device, cutlass),
         "triton": no_gpu,
         "reference": None,
     }
+    off = f"{env.DISABLED_BACKENDS.name} names it"
+    return reasons | {name: off for name in BACKENDS if name in _disabled()}
+
+
+def _cutlass_why_not(problem: Problem, device: Device, cutlass: limits.Known) -> str | None:
+    """Return why none of the host's CUTLASS kernels may serve, each with its reason, or None."""
+    if problem.n % limits.WHOLE_BLOCKS or problem.k % limits.WHOLE_BLOCKS:
+        return (
+            f"{problem.n} x {problem.k} is not in whole 128 x 128 blocks, which its kernels need "
+            "(FlashInfer's would leave the output unwritten)"
+        )
+    if problem.deterministic:
+        return "its tiles, and with Stream-K its order of K, depend on M"
+    if cutlass.proven:
+        return None
+    struck = dict(cutlass.struck)
+    each = (
+        struck.get(k.name) or _kernel_why_not(k, problem, device) or f"not probed ({k.limits()})"
+        for k in limits.KERNELS
+    )
+    named = "; ".join(
+        f"{kernel.name}: {why}" for kernel, why in zip(limits.KERNELS, each, strict=True)
+    )
+    return f"no kernel is proven on this layer: {named}"
+
+
+def _kernel_why_not(kernel: limits.Kernel, problem: Problem, device: Device) -> str | None:
+    if {kernel.name, "cutlass"} & _disabled():
+        return f"{env.DISABLED_BACKENDS.name} names it"
+    return kernel.refuses(problem.n, problem.k, device.capability)
 
 
 def _ranked_lower(name: str, winner: str, problem: Problem) -> str:

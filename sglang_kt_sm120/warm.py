@@ -17,7 +17,7 @@ from dataclasses import replace
 
 import torch
 
-from sglang_kt_sm120 import devices, env, heuristic, op, select, system
+from sglang_kt_sm120 import devices, env, heuristic, limits, op, select, system
 
 logger = logging.getLogger("sglang_kt_sm120")
 #: Rows beyond decode at which a prefill configuration could change.
@@ -32,7 +32,9 @@ _warmed: set[tuple] = set()  # (device, n, k, dtype) of layers, (device, dtype) 
 
 
 def representatives(
-    problem: select.Problem, device: select.Device, cutlass: str | None
+    problem: select.Problem,
+    device: select.Device,
+    cutlass: limits.Known = select.NOTHING_KNOWN,
 ) -> list[int]:
     """Return one M for each compiled kernel variant that the shape of `problem` can take."""
     found: dict[tuple, int] = {}
@@ -66,7 +68,7 @@ def layer(linear, weight: torch.Tensor, weight_scale: torch.Tensor, dtype: torch
     if key in _warmed:
         return
     problem = op.problem_of(1, n, k, dtype)
-    cutlass = op.cutlass_verdict(weight.device, n, k, dtype)
+    cutlass = op.known_cutlass(weight.device, n, k, dtype)
     index = weight.device.index if weight.is_cuda else None
     device = devices.device(index)
     ms = representatives(problem, device, cutlass)

@@ -73,13 +73,15 @@ def explain(
     as_json: JsonOption = False,
 ) -> None:
     """Say which kernel a layer will use, and why no other; prints what the op itself routes by."""
-    from sglang_kt_sm120 import select
+    from sglang_kt_sm120 import limits, select
 
     if dtype not in ("bfloat16", "float16"):
         raise typer.BadParameter(f"{dtype!r}: expected bfloat16 or float16")
     layers, ms = linears(shape, model, shape_set, tp), parse_ms(m)
     device = asked_device(gpu)
-    proven = None if host_cutlass else "not proven: it is compared with ours on the layer at load"
+    proven = select.NOTHING_KNOWN
+    if host_cutlass:
+        proven = limits.Known(proven=("sglang_jit",), host_default=True)
     columns = ("layer", "N,K", "M", "backend", "configuration")
     rows, shown = [], table(*columns, title=device.name, whole=columns[:4])
     for layer in layers:

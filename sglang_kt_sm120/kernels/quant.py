@@ -35,7 +35,12 @@ def _quantise_kernel(
 
 
 def quantise(
-    x: torch.Tensor, *, column_major: bool = False, align: int = 1, options: dict | None = None
+    x: torch.Tensor,
+    *,
+    column_major: bool = False,
+    align: int = 1,
+    rows: int | None = None,
+    options: dict | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise activations to e4m3 with one fp32 scale per row and 128 columns.
 
@@ -43,19 +48,22 @@ def quantise(
         x: [M, K] bf16 or fp16, M >= 1, K a multiple of 128, inner stride 1, any row stride.
         column_major: lay the scales out as CUTLASS reads them, stride 1 along M.
         align: column_major's columns begin at multiples of so many scales (4 for a TMA copy).
+        rows: hand out tensors of so many rows, at least M, for a kernel that wants a multiple of
+            something; what lies in the rows beyond M is anybody's guess.
         options: launch options such as `arch` and `launch_pdl`.
 
     Returns:
-        (codes [M, K] float8_e4m3fn, scales [M, K / 128] fp32).
+        (codes [rows or M, K] float8_e4m3fn, scales [rows or M, K / 128] fp32).
     """
     m, k = x.shape
     k_blocks = k // 128
-    codes = torch.empty((m, k), dtype=torch.float8_e4m3fn, device=x.device)
+    rows = m if rows is None else rows
+    codes = torch.empty((rows, k), dtype=torch.float8_e4m3fn, device=x.device)
     if column_major:
-        rows = -(-m // align) * align
-        scales = torch.empty((k_blocks, rows), dtype=torch.float32, device=x.device).t()[:m]
+        column = -(-rows // align) * align
+        scales = torch.empty((k_blocks, column), dtype=torch.float32, device=x.device).t()[:rows]
     else:
-        scales = torch.empty((m, k_blocks), dtype=torch.float32, device=x.device)
+        scales = torch.empty((rows, k_blocks), dtype=torch.float32, device=x.device)
     options = options or {}
     _quantise_kernel[(m, triton.cdiv(k_blocks, GROUPS))](
         x,

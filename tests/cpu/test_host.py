@@ -14,6 +14,7 @@ import torch
 
 from sglang_kt_sm120 import devices, env, host, linear, op, request, select, warm
 from sglang_kt_sm120.backends import cutlass
+from sglang_kt_sm120.backends.cutlass import libraries
 from tests.helpers import block_fp8
 
 
@@ -54,7 +55,7 @@ def fp8_utils(argument="auto", resolved=None, reads=()):
 def fresh(monkeypatch):
     monkeypatch.setattr(host, "_said", set())
     monkeypatch.setattr(warm, "_warmed", set())
-    monkeypatch.setattr(cutlass, "_linear", None)
+    cutlass.forget()
     monkeypatch.setattr(devices, "sm120_names", lambda: ["NVIDIA RTX PRO 6000"])
     for variable in (*request.REQUEST_VARIABLES, *(v.name for v in env.VARIABLES)):
         monkeypatch.delenv(variable, raising=False)
@@ -215,11 +216,26 @@ def test_layers_of_another_format_get_the_hosts_function_back(made, monkeypatch)
     assert made.w8a8_block_fp8_linear is stock
 
 
-def test_the_hosts_cutlass_is_offered_only_under_auto():
-    host._answer(cutlass_w8a8_block_fp8_linear_with_fallback, fp8_utils("triton"), None)
-    assert cutlass._linear is None
-    host._answer(cutlass_w8a8_block_fp8_linear_with_fallback, fp8_utils("auto", "cutlass"), None)
-    assert cutlass._linear is cutlass_w8a8_block_fp8_linear_with_fallback
+def test_the_hosts_cutlass_is_its_default_only_under_auto():
+    def fp8_blockwise_scaled_mm(*_):
+        pass
+
+    for module, name in (
+        ("sglang.jit_kernel.fp8_blockwise_gemm", "sglang_jit"),
+        ("sgl_kernel.gemm", "sgl_kernel"),
+    ):
+        fp8_blockwise_scaled_mm.__module__ = module
+        for request_, stock_, default in (
+            (("triton",), cutlass_w8a8_block_fp8_linear_with_fallback, False),
+            (("auto",), stock, False),
+            (("auto", "cutlass"), cutlass_w8a8_block_fp8_linear_with_fallback, True),
+        ):
+            utils = fp8_utils(*request_)
+            utils.fp8_blockwise_scaled_mm = fp8_blockwise_scaled_mm
+            host._answer(stock_, utils, None)
+            assert cutlass.known(0, 256, 256, torch.bfloat16).host_default is default
+            assert (cutlass._host_kernel == name) is default
+    assert libraries.is_installed("sglang_jit")
 
 
 def prepared(monkeypatch, **environ):

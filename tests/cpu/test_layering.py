@@ -36,15 +36,16 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "request": ({"env"}, {"sglang"}),
     "linear": ({"checks", "op", "scales", "select"}, {"torch"}),
     "scales": (set(), {"torch"}),
-    "op": ({"checks", "select", "devices", "env", "heuristic", "backends"}, {"torch"}),
+    "op": ({"checks", "select", "devices", "env", "heuristic", "limits", "backends"}, {"torch"}),
     "checks": ({"select"}, {"torch"}),
     "devices": ({"env", "select", "aot"}, {"torch"}),
-    "select": ({"env", "heuristic", "configs"}, set()),
+    "select": ({"env", "heuristic", "limits", "configs"}, set()),
     "heuristic": (set(), set()),
+    "limits": (set(), set()),
     "shapes": (set(), set()),
     "patches": (set(), set()),
     "configs": ({"env", "heuristic"}, set()),
-    "backends": ({"backends", "kernels", "heuristic"}, {"torch"}),
+    "backends": ({"backends", "kernels", "heuristic", "limits"}, {"torch"}),
     "kernels": ({"kernels"}, {"torch", "triton"}),
     "system": (set(), {"torch", "triton"}),  # inside guarded probes
     "doctor": ({"_startup", "env", "plugin", "select", "system"}, set()),
@@ -69,7 +70,10 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     ),
     "graphs": ({"linear", "shapes"}, {"torch"}),
     "ahead": ({"select", "shapes", "warm", "backends"}, {"torch", "triton"}),
-    "warm": ({"system", "op", "select", "devices", "env", "heuristic", "backends"}, {"torch"}),
+    "warm": (
+        {"system", "op", "select", "devices", "env", "heuristic", "limits", "backends"},
+        {"torch"},
+    ),
     "cli": ({"__init__", "*"}, {"typer", "rich", "torch", "triton", "matplotlib"}),
 }
 #: Libraries that only these rooms may touch, whatever the table above says.

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from sglang_kt_sm120 import devices, env, select, shapes
+from sglang_kt_sm120 import devices, env, limits, select, shapes
 
 NAMES = [
     "NVIDIA RTX PRO 6000 Blackwell Server Edition",
@@ -15,6 +15,7 @@ NAMES = [
     "NVIDIA GeForce RTX 5090",
     "NVIDIA GB10",
 ]
+PROVEN = limits.Known(proven=("sglang_jit", "flashinfer"), host_default=True)
 R1 = shapes.unique(shapes.SHAPE_SETS["deepseek-r1"])
 
 
@@ -60,14 +61,18 @@ def test_a_proven_host_cutlass_takes_prefill_and_nothing_else(layer):
     device = devices.describe(NAMES[0])
     for m in range(1, 258):
         problem = select.Problem(select.bucket(m), layer.n, layer.k)
-        backend = select.choose(problem, device, cutlass=None).backend
         expected = "cutlass" if m > 64 and layer.n % 128 == 0 else "triton"
-        assert backend == expected, m  # M % 4 plays no part
-        for other in (
-            dataclasses.replace(problem, deterministic=True),
-            dataclasses.replace(problem, prequantised=True),
-        ):
-            assert select.choose(other, device, cutlass=None).backend == "triton"
+        for asked in (problem, dataclasses.replace(problem, prequantised=True)):
+            choice = select.choose(asked, device, PROVEN)
+            assert choice.backend == expected, m  # M % 4 plays no part
+            assert expected == "triton" or choice.config == limits.Cutlass("sglang_jit")
+        deterministic = dataclasses.replace(problem, deterministic=True)
+        choice = select.choose(deterministic, device, PROVEN)
+        assert choice.backend == "triton"
+        assert "Stream-K" in choice.rejected["cutlass"] or layer.n % 128
+        # A host whose own default is something else keeps ours until a table says otherwise.
+        elsewhere = dataclasses.replace(PROVEN, host_default=False)
+        assert select.choose(problem, device, elsewhere).backend == "triton"
 
 
 def test_the_same_question_has_the_same_answer():
@@ -89,8 +94,10 @@ def test_forcing(monkeypatch):
     choice = select.choose(select.Problem(4, 128, 128), device)
     assert (choice.backend, choice.evidence) == ("reference", "forced")
     monkeypatch.setenv(env.BACKEND.name, "cutlass")
-    with pytest.raises(select.NoBackend, match=r"n=2112.*trtllm.*multiples of 128"):
-        select.choose(select.Problem(4, 2112, 7168), device, cutlass=None)
+    with pytest.raises(select.NoBackend, match=r"n=2112.*trtllm.*whole 128 x 128 blocks"):
+        select.choose(select.Problem(4, 2112, 7168), device, PROVEN)
+    choice = select.choose(select.Problem(4, 4096, 7168), device, PROVEN)
+    assert (choice.config, choice.evidence) == (limits.Cutlass("sglang_jit"), "forced")
     monkeypatch.setenv(env.BACKEND.name, "triton")
     with pytest.raises(select.NoBackend, match="needs a CUDA device"):
         select.choose(select.Problem(4, 128, 128), select.Device("cpu", (0, 0), 0, cuda=False))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_kt_sm120 import devices, env, heuristic, select, shapes, warm
+from sglang_kt_sm120 import devices, env, heuristic, limits, select, shapes, warm
 from sglang_kt_sm120.configs import store, table
 
 SERVER = "NVIDIA RTX PRO 6000 Blackwell Server Edition"
@@ -42,6 +42,9 @@ def places(monkeypatch, tmp_path):
     store.forget()
 
 
+PROVEN = limits.Known(proven=("flashinfer",))
+
+
 def row(m: int, config=None, backend: str | None = "triton") -> dict:
     backend = backend if config is not None or backend == "cutlass" else None
     written = store.config_dict(config) if dataclasses.is_dataclass(config) else config
@@ -65,7 +68,7 @@ def put(folder: Path, data: dict, file: str | None = None) -> Path:
     return path
 
 
-def choose(m: int, name: str = SERVER, cutlass: str | None = "not here", **problem):
+def choose(m: int, name: str = SERVER, cutlass: limits.Known = select.NOTHING_KNOWN, **problem):
     asked = select.Problem(select.bucket(m), N, K, **problem)
     return select.choose(asked, devices.describe(name), cutlass)
 
@@ -154,7 +157,7 @@ def test_neighbours_of_m_never_differ_for_divisibility(places):
     device = devices.describe(SERVER)
 
     def backend(m):
-        return select.choose(select.Problem(select.bucket(m), 4096, K), device, None).backend
+        return select.choose(select.Problem(select.bucket(m), 4096, K), device, PROVEN).backend
 
     assert [backend(m) for m in range(1, 258)] == ["triton"] * 191 + ["cutlass"] * 66
 
@@ -174,9 +177,11 @@ def test_tables_are_not_asked_where_they_do_not_apply(places, monkeypatch):
 def test_a_table_asks_for_cutlass_only_where_it_is_proven(places):
     put(places["user"], make(SERVER, row(4, None, "cutlass"), n=4096))
     problem, device = select.Problem(4, 4096, K), devices.describe(SERVER)
-    proven = select.choose(problem, device, None)
+    proven = select.choose(problem, device, PROVEN)
     assert (proven.backend, proven.evidence) == ("cutlass", "user table")
-    struck = select.choose(problem, device, "RuntimeError: Error Internal")
+    assert proven.config == limits.Cutlass("flashinfer")
+    struck = limits.Known(struck=(("flashinfer", "RuntimeError: Error Internal"),))
+    struck = select.choose(problem, device, struck)
     assert (struck.backend, struck.evidence) == ("triton", "heuristic")
     assert struck.config == heuristic.config_for(problem, device)
 
@@ -344,7 +349,7 @@ def test_every_variant_that_a_table_brings_is_warmed(places, ms):
             asked = select.Problem(select.bucket(m), layer.n, layer.k)
             return select.choose(asked, device).config.variant()
 
-        warmed = {variant(m) for m in warm.representatives(problem, device, "not asked")}
+        warmed = {variant(m) for m in warm.representatives(problem, device)}
         met = {variant(m) for m in (*range(1, 1200), *range(1200, 40_000, 61))}
         assert met <= warmed, (layer, met - warmed)
         tuned = {table.config_from(r["config"]).variant() for shape in made for r in shape["rows"]}

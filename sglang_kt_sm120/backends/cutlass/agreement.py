@@ -1,0 +1,82 @@
+"""How tensor-parallel ranks come to one verdict on a kernel, without a collective.
+
+Ranks that multiply a replicated layer by different kernels drift apart. The probe's layer is
+seeded, so equal cards judge alike; what can differ is a build or an allocation that failed on one
+rank. A collective over the host's groups could not mend that: a rank that never gets there (its
+layer is not ours, it died) would leave the others waiting inside it, or pair it with a collective
+of the host's. So ranks write into the key-value store that their process group was made with, and
+the first decision written there is everybody's: atomic, and bounded in time.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+from typing import Any
+
+logger = logging.getLogger("sglang_kt_sm120")
+PREFIX = "sglang_kt_sm120"
+#: Longer than a kernel takes to build on one rank while the others wait for it.
+SECONDS = 300.0
+YES = b"yes"
+
+
+@dataclass
+class Group:
+    """The ranks that have to agree.
+
+    Attributes:
+        store: A `torch.distributed.Store` that all of them reach.
+        rank: This one.
+        ranks: All of them.
+        seconds: How long to wait for the others, once; then no kernel is used any more.
+    """
+
+    store: Any
+    rank: int
+    ranks: tuple[int, ...]
+    seconds: float = SECONDS
+    silent: bool = False
+
+
+def settle(group: Group, question: str, why: str | None) -> str | None:
+    """Return the verdict of all ranks: None where each found None, else why not.
+
+    Args:
+        group: The ranks; every one asks the same questions, in any order, each once.
+        question: What the verdict is about; names a key of the store.
+        why: This rank's own verdict.
+    """
+    base = f"{PREFIX}/{'-'.join(map(str, group.ranks))}/{question}"
+    try:
+        group.store.set(f"{base}/{group.rank}", why or YES)
+        decision = _decision(group, base, why)
+    except Exception as error:  # a store that is gone; what this rank saw is all there is
+        logger.warning("sglang-kt-sm120: ranks cannot agree on %s: %s", question, error)
+        return why or "the ranks could not agree on it"
+    if decision == YES:
+        return None
+    return why or f"another rank cannot use it: {decision.decode(errors='replace')}"
+
+
+def _decision(group: Group, base: str, why: str | None) -> bytes:
+    """Return what the first rank to decide wrote; that is this one where it knows enough."""
+    others = [f"{base}/{rank}" for rank in group.ranks]
+    mine = why.encode() if why else None
+    deadline = time.monotonic() + (0 if group.silent else group.seconds)
+    while mine is None:
+        if group.store.check([f"{base}/decision"]):
+            break
+        if group.store.check(others):
+            mine = YES  # each has spoken; who found a fault has decided, or is about to
+            for key in others:
+                said = group.store.get(key)
+                mine = said if said != YES else mine
+        elif time.monotonic() > deadline:
+            group.silent = True
+            mine = f"a rank did not answer in {group.seconds:.0f} s".encode()
+            logger.warning("sglang-kt-sm120: %s on %s", mine.decode(), base)
+        else:
+            time.sleep(0.02)
+    return group.store.compare_set(f"{base}/decision", "", mine or YES)
