@@ -7,7 +7,7 @@ __version__ = "0.1.0"
 
 _LAZY = {
     "Sm120BlockFp8Linear": "sglang_kt_sm120.linear",
-    "Sm120Fp8LinearMethod": "sglang_kt_sm120.host",
+    "Sm120Fp8LinearMethod": "sglang_kt_sm120.method",
     "choose": "sglang_kt_sm120.select",
     "install": "sglang_kt_sm120.host",
 }

@@ -161,9 +161,10 @@ def _seam(seam: dict[str, Any]) -> Iterator[Row]:
         )  # fmt: skip
     else:
         yield Row(
-            "seam", FAIL, "the plugin is installed, but sglang's dispatch is not wrapped",
-            "look for an ERROR of sglang_kt_sm120 in the server's log; this host may be newer "
-            "than the plugin",
+            "seam", FAIL,
+            seam["message"] or "the plugin is installed, but sglang's dispatch is not wrapped",
+            "this sglang may be newer than the plugin, or changed: sglang's own kernels serve "
+            "until sglang-kt-sm120 is updated",
         )  # fmt: skip
 
 

@@ -51,14 +51,18 @@ def _once(level: int, message: str, *args) -> None:
 # ---------------------------------------------------------------- installing the two seams
 
 
-def install() -> None:
+def install(finished=None) -> None:
     """Wrap both seams in every sglang module that is loaded by now. Idempotent.
+
+    `finished` is a module that has just been executed, although its import is under way.
 
     A seam that is missing or whose signature is not known is left alone, with one ERROR that names
     the host's version and the file: sglang then dispatches as if this package were not there.
     """
     with _lock:
-        fp8_utils = sys.modules.get(FP8_UTILS)
+        fp8_utils, fp8 = sys.modules.get(FP8_UTILS), sys.modules.get(FP8)
+        if fp8_utils is None and fp8 is not None:
+            _unknown_seam(FP8_UTILS, fp8)
         if fp8_utils is None or not _wrap_dispatch(fp8_utils):
             return
         for module_name, class_name, scale_name in METHODS:
@@ -66,7 +70,7 @@ def install() -> None:
             cls = getattr(module, class_name, None)
             if cls is not None:
                 _wrap_load(module, cls, scale_name)
-            elif module is not None and not _being_imported(module):
+            elif module is not None and (module is finished or not _being_imported(module)):
                 _unknown_seam(class_name, module)
 
 
@@ -91,7 +95,7 @@ def _unknown_seam(what: str, module) -> None:
 
 
 def _host_version() -> str:
-    """Return the installed sglang's name and version: its `__version__` is 0.0.0.dev0 in the fork."""
+    """Return the installed sglang's name and version (the fork's `__version__` is 0.0.0.dev0)."""
     from importlib import metadata
 
     for name in ("sglang-kt", "sglang"):
@@ -371,32 +375,3 @@ def linear_functions() -> dict[str, tuple[Callable, str]]:
         if hasattr(fp8_utils, function)
         and (name != "deepgemm" or getattr(wrapper, "ENABLE_JIT_DEEPGEMM", False))
     }
-
-
-def __getattr__(name: str):
-    if name != "Sm120Fp8LinearMethod":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    method = _make_method()
-    globals()[name] = method
-    return method
-
-
-def _make_method():
-    from sglang.srt.layers.quantization import fp8
-
-    install()
-
-    class Sm120Fp8LinearMethod(fp8.Fp8LinearMethod):
-        """sglang's `Fp8LinearMethod` with `Sm120BlockFp8Linear`, whatever dispatch would answer.
-
-        For models and tools that name their linear method; a served model needs nothing of this.
-        """
-
-        def __init__(self, quant_config):
-            super().__init__(quant_config)
-            from sglang_kt_sm120.linear import Sm120BlockFp8Linear
-
-            if not isinstance(self.w8a8_block_fp8_linear, Sm120BlockFp8Linear):
-                self.w8a8_block_fp8_linear = Sm120BlockFp8Linear(self.w8a8_block_fp8_linear)
-
-    return Sm120Fp8LinearMethod

@@ -36,7 +36,7 @@ def after_import(module) -> None:
             return
         from sglang_kt_sm120 import host
 
-        host.install()
+        host.install(finished=module)
     except Exception:  # as above
         logger.exception("sglang-kt-sm120 could not be installed: sglang's own FP8 dispatch stays")
 

@@ -34,6 +34,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         {"sglang", "torch"},
     ),
     "request": ({"env"}, {"sglang"}),
+    "method": ({"host", "linear"}, {"sglang"}),
     "linear": ({"checks", "op", "scales", "select"}, {"torch"}),
     "scales": (set(), {"torch"}),
     "op": ({"checks", "select", "devices", "env", "heuristic", "limits", "backends"}, {"torch"}),
@@ -68,6 +69,24 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         },
         {"torch", "triton"},
     ),
+    "tune": (
+        {
+            "ahead",
+            "aot",
+            "backends",
+            "bench",
+            "configs",
+            "devices",
+            "env",
+            "heuristic",
+            "host",
+            "limits",
+            "op",
+            "select",
+            "system",
+        },
+        {"torch", "triton"},
+    ),
     "graphs": ({"linear", "shapes"}, {"torch"}),
     "ahead": ({"select", "shapes", "warm", "backends"}, {"torch", "triton"}),
     "warm": (
@@ -78,7 +97,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
 }
 #: Libraries that only these rooms may touch, whatever the table above says.
 ONLY_IN = {
-    "sglang": {"host", "request"},
+    "sglang": {"host", "method", "request"},
     "typer": {"cli"},
     "rich": {"cli"},
     "flashinfer": {"baselines"},

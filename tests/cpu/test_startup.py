@@ -138,23 +138,59 @@ def test_a_broken_plugin_leaves_the_import_alone(toy):
     assert run(code, toy) == "stock"
 
 
-def test_an_unknown_seam_is_one_error_and_stock(toy):
-    utils = toy / "sglang" / UTILS
-    utils.write_text(
-        "def stock(**k):\n    return 'stock'\n"
-        "def dispatch_w8a8_block_fp8_linear(new_argument):\n    return stock\n"
-    )
+DISPATCH, LOAD = "dispatch_w8a8_block_fp8_linear", "process_weights_after_loading(self, layer"
+#: What a later sglang might do: (file that is changed, what there, by what) in turn, and the file
+#: that the ERROR names; None where there is nothing to name.
+FP8 = "fp8.py"
+CHANGES = {
+    "as known": ([], None),
+    "dispatch takes more": ([(UTILS, f"{DISPATCH}()", f"{DISPATCH}(shape=None)")], "fp8_utils.py"),
+    "dispatch is gone": (
+        [(UTILS, DISPATCH, "choose"), (FP8, f"import {DISPATCH}", f"import choose as {DISPATCH}")],
+        "fp8_utils.py",
+    ),
+    "fp8_utils is gone": ([(FP8, "fp8_utils import", "fp8_ops import")], "fp8.py"),
+    "loading takes more": ([(FP8, LOAD, f"{LOAD}, mesh")], "fp8.py"),
+    "loading is gone": ([(FP8, LOAD, "load(self, layer")], "fp8.py"),
+    "the class is gone": ([(FP8, "class Fp8LinearMethod", "class Fp8Linear")], "fp8.py"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_an_unknown_seam_is_one_error_and_stock(toy, change):
+    edits, named = CHANGES[change]
+    folder = (toy / "sglang" / UTILS).parent
+    info = toy / "sglang_kt-9.9.9.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Name: sglang-kt\nVersion: 9.9.9\n")
+    for name, before, after in edits:
+        file = folder / Path(name).name
+        assert before in file.read_text()
+        file.write_text(file.read_text().replace(before, after))
+    if change == "fp8_utils is gone":
+        (folder / "fp8_utils.py").rename(folder / "fp8_ops.py")
     code = """
         import logging
         records = []
         class Keep(logging.Handler):
             def emit(self, record): records.append(record)
-        logging.getLogger("sglang_kt_sm120").addHandler(Keep())
-        from sglang.srt.layers.quantization import fp8, fp8_utils
-        print(fp8_utils.dispatch_w8a8_block_fp8_linear(1)(), len(records), records[0].levelname)
-        print("fp8_utils.py" in records[0].getMessage())
+        logging.getLogger("sglang_kt_sm120").addHandler(Keep(logging.ERROR))
+        from sglang.srt.layers.quantization import fp8
+        answer = fp8.dispatch_w8a8_block_fp8_linear()
+        from sglang_kt_sm120 import host
+        print(getattr(answer, "__name__", answer), host.installed())
+        for record in records:
+            print(record.levelname, record.getMessage())
     """
-    assert run(code, toy).splitlines() == ["stock 1 ERROR", "True"]
+    variables = {env.TEST_CAPABILITY.name: "12.0"}
+    answer, *errors = run(code, toy, **variables).splitlines()
+    if named is None:
+        assert (answer, errors) == ("sm120_block_fp8_linear True", [])
+        return
+    assert answer == "stock False"
+    ((level, text),) = (line.split(" ", 1) for line in errors)
+    assert level == "ERROR"
+    assert f"/{named} of sglang-kt 9.9.9 is not as in any release it knows" in text
 
 
 def test_the_allow_list_of_a_host_with_a_loader_decides(toy):
