@@ -25,10 +25,10 @@ test: $(BIN)/.ready ## Run every test that this machine can run
 	$(BIN)/python -m pytest -n 2 --dist loadgroup tests/cpu $(ARGS)
 	$(BIN)/python -m pytest tests/gpu tests/e2e  # one at a time: they time, and share one GPU
 
-test-hosts: $(BIN)/.ready ## Play the contract on every released host (long, resumable); writes docs/compatibility.*
+test-hosts: $(BIN)/.ready ## Play every released host, and our tests on torch 2.9.1 (long, resumable); writes docs/compatibility.*
 	$(BIN)/python -m tests.hosts.matrix $(ARGS)
 
-test-newest: $(BIN)/.ready ## Try the newest sglang-kt and sglang by name; writes nothing
+test-newest: $(BIN)/.ready ## Try the newest sglang-kt and sglang, by name; writes no docs
 	$(BIN)/python -m tests.hosts.matrix --newest $(ARGS)
 
 lint: $(BIN)/.ready ## Check style

@@ -6,7 +6,7 @@ import json
 import platform
 from datetime import date
 
-from tests.hosts import judge, lab, play, read_in_source
+from tests.hosts import judge, lab, other_torch, play, read_in_source
 
 DOCS = lab.PROJECT / "docs"
 SHORT = {
@@ -114,6 +114,11 @@ def write(records: list[dict]) -> None:
     served = sum(e["plugin"] == "served" for e in entries)
     lines.append(f"{served} of {len(entries)} releases served. Python {platform.python_version()}, "
                  f"torch {_torch()}, {date.today()}.\n")  # fmt: skip
+    found = other_torch.record()
+    if found:
+        said = other_torch.said(found)
+        lines.append(f"\nAlmost every sglang-kt pins torch {other_torch.PINNED}. This project's "
+                     f"{said} ({found['when']}; no GPU took part).\n")  # fmt: skip
     (DOCS / "compatibility.md").write_text("".join(lines))
 
 

@@ -1,8 +1,9 @@
 """`make test-hosts`: the contract on every released host; writes docs/compatibility.{md,json}.
 
-    python -m tests.hosts.matrix                    # all of requirements/releases.txt
+    python -m tests.hosts.matrix                    # all of requirements/releases.txt, torch 2.9.1
     python -m tests.hosts.matrix sglang==0.5.17     # one
-    python -m tests.hosts.matrix --newest           # the newest of each, by name; writes nothing
+    python -m tests.hosts.matrix --newest           # the newest of each, by name; writes no docs
+    python -m tests.hosts.matrix --torch 2.9.1      # our own tests on that torch and its Triton
 
 Every release is played (play.py) and judged (judge.py). A record per release lies in
 `.hosts/records`, and holds for as long as the files that took part in it are the same (records.py),
@@ -29,7 +30,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from tests.hosts import compatibility, judge, lab, play, records, releases
+from tests.hosts import compatibility, judge, lab, other_torch, play, records, releases
 
 CENTRAL = "plugin, 12.0, off"
 RECORDS = lab.ROOT / "records"
@@ -157,8 +158,10 @@ def newest() -> list[releases.Release]:
     found = []
     for name in ("sglang-kt", "sglang"):
         command = [sys.executable, "-m", "pip", "index", "versions", name]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        version = said.partition("(")[2].partition(")")[0]
+        said = subprocess.run(command, capture_output=True, text=True)
+        version = said.stdout.partition("(")[2].partition(")")[0]
+        if said.returncode or not version:
+            raise lab.LabError(f"the registry does not say which {name} is newest\n{said.stderr}")
         found.append(releases.Release(name, version, era=True))  # played in full
     return found
 
@@ -175,11 +178,18 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--torch", metavar="VERSION", help="op, compile and aot tests on this torch"
     )
+    parser.add_argument("--no-torch", action="store_true", help="leave the other torch out")
     chosen = parser.parse_args(arguments)
-    if chosen.torch:
-        from tests.hosts import other_torch
+    try:
+        if chosen.torch:
+            return other_torch.run(chosen.torch)
+        return _all(chosen)
+    except lab.LabError as error:
+        console.print(str(error), markup=False, highlight=False)
+        return 1
 
-        return other_torch.run(chosen.torch)
+
+def _all(chosen: argparse.Namespace) -> int:
     played = releases.released()
     if chosen.newest:
         played = newest()
@@ -187,6 +197,21 @@ def main(arguments: list[str] | None = None) -> int:
         listed = {f"{release.name}=={release.version}": release for release in played}
         asked = [(name, releases.Release(*name.split("=="))) for name in chosen.release]
         played = [listed.get(name, release) for name, release in asked]
+    done = _play(played, chosen)
+    bad = [record for record in done if judge.everything(record)]
+    missing = len(played) - len(done)
+    some = f", {missing} not played" if missing else ""
+    console.print(f"{len(done)} releases, {len(bad)} with findings{some}")
+    code = 1 if bad or missing else 0
+    if not chosen.release and not chosen.newest:
+        if not chosen.no_torch and not chosen.report:
+            code |= other_torch.run(other_torch.PINNED, again=False)
+        compatibility.write(done)
+    return code
+
+
+def _play(played: list[releases.Release], chosen: argparse.Namespace) -> list[dict]:
+    """Play what has no record that holds, and return the records in the order of `played`."""
     text = TextColumn("{task.description:<24}")
     with Progress(
         text, BarColumn(30), MofNCompleteColumn(), TimeElapsedColumn(), console=console
@@ -201,17 +226,7 @@ def main(arguments: list[str] | None = None) -> int:
             for future in work:
                 future.result()
     order = [str(release) for release in played]
-    done = [r for r in matrix.done if f"{r['distribution']}-{r['version']}" in order]
-    done.sort(key=lambda r: order.index(f"{r['distribution']}-{r['version']}"))
-    if not chosen.release and not chosen.newest:
-        compatibility.write(done)
-    bad = [record for record in done if judge.everything(record)]
-    missing = len(played) - len(done)
-    console.print(
-        f"{len(done)} releases ({matrix.played} played now), {len(bad)} with findings"
-        + (f", {missing} not played" if missing else "")
-    )
-    return 1 if bad or missing else 0
+    return sorted(matrix.done, key=lambda r: order.index(f"{r['distribution']}-{r['version']}"))
 
 
 if __name__ == "__main__":
