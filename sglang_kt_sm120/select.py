@@ -9,7 +9,7 @@ the same answer (backends/cutlass settles a probe that failed on one rank only).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sglang_kt_sm120 import env, heuristic, limits
@@ -109,7 +109,13 @@ def bucket(m: int) -> int:
     return m if m <= DECODE_M else max(DECODE_M + 1, m // 64 * 64)
 
 
-def choose(problem: Problem, device: Device, cutlass: limits.Known = NOTHING_KNOWN) -> Choice:
+def choose(
+    problem: Problem,
+    device: Device,
+    cutlass: limits.Known = NOTHING_KNOWN,
+    *,
+    tables: bool = True,
+) -> Choice:
     """Choose the backend and its configuration.
 
     Args:
@@ -117,6 +123,7 @@ def choose(problem: Problem, device: Device, cutlass: limits.Known = NOTHING_KNO
         device: The GPU (or "cpu").
         cutlass: What the probe of the host's CUTLASS kernels said about this (n, k, dtype) and
             device, before capture.
+        tables: Ask the tuned tables (`tune` compares with what serves without).
 
     Raises:
         NoBackend: K is no multiple of 128, `SGLANG_KT_SM120_BACKEND` forces a backend that cannot
@@ -128,8 +135,9 @@ def choose(problem: Problem, device: Device, cutlass: limits.Known = NOTHING_KNO
             "sglang's own activation quantisation refuses it too"
         )
     forced = env.BACKEND.get()
+    cutlass = replace(cutlass, proven=tuple(n for n in cutlass.proven if n not in _disabled()))
     reasons = _why_not(problem, device, cutlass)
-    answer = _tabled(problem, device)
+    answer = _tabled(problem, device) if tables else None
     row = answer.row if answer else None
     kernel = _cutlass_kernel(row, cutlass)
     tabled = row is not None and row.backend is not None and reasons[row.backend] is None

@@ -108,7 +108,7 @@ def right(name):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("n", [128, 256, 1280, 2176])
+@pytest.mark.parametrize("n", [128, 1280])
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_right_passes(name, n, dtype):
     assert proof.judge(right(name), name, CPU, n, 384, dtype) is None

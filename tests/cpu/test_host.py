@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import enum
 import logging
+import sys
 import types
 
 import pytest
 import torch
 
-from sglang_kt_sm120 import devices, env, host, linear, op, request, select, warm
+from sglang_kt_sm120 import devices, env, host, limits, linear, op, request, select, warm
 from sglang_kt_sm120.backends import cutlass
 from sglang_kt_sm120.backends.cutlass import libraries
 from tests.helpers import block_fp8
@@ -236,6 +237,44 @@ def test_the_hosts_cutlass_is_its_default_only_under_auto():
             assert cutlass.known(0, 256, 256, torch.bfloat16).host_default is default
             assert (cutlass._host_kernel == name) is default
     assert libraries.is_installed("sglang_jit")
+
+
+def test_a_layer_on_a_gpu_is_probed_at_load_and_never_during_capture(monkeypatch):
+    """With a device that says it is CUDA; what a probe runs is tested in test_cutlass.py."""
+    device = torch.device("cuda", 0)
+    weight = types.SimpleNamespace(is_cuda=True, device=device, shape=(4096, 7168))
+    card = devices.describe("NVIDIA RTX PRO 6000 Blackwell Server Edition")
+    asked = []
+
+    def prove(device, n, k, dtype, named, anyone, *, arch):
+        asked.append((n, k, named, anyone, arch))
+        return cutlass.known(device.index, n, k, dtype)
+
+    monkeypatch.setattr(devices, "device", lambda index: card)
+    monkeypatch.setattr(devices, "arch", lambda index: None)
+    monkeypatch.setattr(cutlass, "prove", prove)
+    monkeypatch.setenv(env.BACKEND.name, "cutlass")
+    for capturing, calls in ((True, 0), (False, 1)):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda c=capturing: c)
+        host._prove_cutlass(weight, torch.bfloat16)
+        assert len(asked) == calls
+    assert asked == [(4096, 7168, (), limits.NAMES, None)]
+    op.prove_cutlass(device, 4096, 7168, torch.bfloat16, every=True)
+    assert asked[1] == (4096, 7168, limits.NAMES, (), None)
+    assert op.prove_cutlass(torch.device("cpu"), 4096, 7168, torch.bfloat16) == limits.Known()
+
+
+def test_ranks_are_the_hosts_tensor_parallel_group(monkeypatch):
+    from torch.distributed import HashStore, distributed_c10d
+
+    assert host._tensor_parallel_ranks() == (None, 0, ())
+    store = HashStore()
+    group = types.SimpleNamespace(rank=3, ranks=[2, 3])
+    module = types.SimpleNamespace(get_tp_group=lambda: group)
+    monkeypatch.setitem(sys.modules, "sglang.srt.distributed.parallel_state", module)
+    assert host._tensor_parallel_ranks() == (None, 0, ())  # torch.distributed is not up
+    monkeypatch.setattr(distributed_c10d, "_get_default_store", lambda: store)
+    assert host._tensor_parallel_ranks() == (store, 3, (2, 3))
 
 
 def prepared(monkeypatch, **environ):

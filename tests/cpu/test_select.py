@@ -103,6 +103,71 @@ def test_forcing(monkeypatch):
         select.choose(select.Problem(4, 128, 128), select.Device("cpu", (0, 0), 0, cuda=False))
 
 
+def test_disabling(monkeypatch):
+    device, problem = devices.describe(NAMES[0]), select.Problem(4, 4096, 7168)
+    monkeypatch.setenv(env.DISABLED_BACKENDS.name, "triton")
+    choice = select.choose(problem, device, PROVEN)
+    assert (choice.backend, choice.evidence) == ("cutlass", "only choice")
+    assert env.DISABLED_BACKENDS.name in choice.rejected["triton"]
+    with pytest.raises(select.NoBackend, match=r"DISABLED_BACKENDS=triton .*n=2112.*whole 128"):
+        select.choose(select.Problem(4, 2112, 7168), device, PROVEN)
+    prefill = dataclasses.replace(problem, m=128)
+    monkeypatch.setenv(env.DISABLED_BACKENDS.name, "sglang_jit")
+    assert select.choose(prefill, device, PROVEN).config == limits.Cutlass("flashinfer")
+    for names in ("cutlass", "sglang_jit,flashinfer"):
+        monkeypatch.setenv(env.DISABLED_BACKENDS.name, names)
+        assert select.choose(prefill, device, PROVEN).backend == "triton"
+    monkeypatch.setenv(env.DISABLED_BACKENDS.name, "reference,triton")
+    with pytest.raises(select.NoBackend, match="reference: SGLANG_KT_SM120_DISABLED_BACKENDS"):
+        select.choose(problem, select.Device("cpu", (12, 0), 0, cuda=False))
+
+
+def test_without_a_probe_the_recorded_limits_are_the_reason():
+    device, problem = devices.describe(NAMES[0]), select.Problem(128, 4096, 7168)
+    why = select.choose(problem, device).rejected["cutlass"]
+    for kernel in limits.KERNELS:
+        assert f"{kernel.name}: not probed (tile" in why
+        assert kernel.odd_rows in why
+        assert kernel.needs in why
+    for word in ("M % 4", "32x128x128 to M=64", "nvcc"):
+        assert word in why
+    struck = limits.Known(struck=(("sglang_jit", "RuntimeError: Error Internal"),))
+    why = select.choose(problem, device, struck).rejected["cutlass"]
+    assert "sglang_jit: RuntimeError: Error Internal;" in why
+    spark = select.choose(problem, devices.describe(NAMES[4])).rejected["cutlass"]
+    assert "sgl_kernel: built for 12.0, not for 12.1" in spark
+    assert (
+        "128 x 128 blocks" in select.choose(select.Problem(9, 576, 128), device).rejected["cutlass"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("variables", "default", "problem", "name", "expected"),
+    [
+        ({}, False, {}, 0, ((), ())),
+        ({}, True, {}, 0, ((), limits.NAMES)),
+        ({}, True, {}, 4, ((), limits.NAMES[1:])),
+        ({}, True, {"n": 2112}, 0, ((), ())),
+        ({}, True, {"deterministic": True}, 0, ((), ())),
+        ({"BACKEND": "cutlass"}, False, {}, 0, ((), limits.NAMES)),
+        ({"BACKEND": "triton"}, True, {}, 0, ((), ())),
+        ({"DISABLED_BACKENDS": "triton"}, False, {}, 0, ((), limits.NAMES)),
+        ({"DISABLED_BACKENDS": "sglang_jit"}, True, {}, 0, ((), ("sgl_kernel", "flashinfer"))),
+        ({"DISABLED_BACKENDS": "cutlass"}, True, {}, 0, ((), ())),
+    ],
+)
+def test_only_kernels_that_could_be_taken_are_probed(
+    monkeypatch, variables, default, problem, name, expected
+):
+    for variable, value in variables.items():
+        monkeypatch.setenv(env.PREFIX + variable, value)
+    asked = select.Problem(**{"m": 1, "n": 4096, "k": 7168, **problem})
+    device = devices.describe(NAMES[name])
+    assert select.wanted_kernels(asked, device, default) == expected
+    cpu = select.Device("cpu", (12, 0), 0, cuda=False)
+    assert select.wanted_kernels(asked, cpu, default) == ((), ())
+
+
 def test_a_k_that_nothing_serves_is_refused():
     with pytest.raises(select.NoBackend, match="K = 2880"):
         select.choose(select.Problem(4, 5120, 2880), devices.describe(NAMES[0]))

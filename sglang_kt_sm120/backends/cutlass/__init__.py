@@ -123,7 +123,7 @@ def _probe(name, device, n: int, k: int, dtype: torch.dtype, arch: str | None) -
     why = _broken.get(name)
     if why is None:
         why = _load(name) or proof.judge(_kernels[name], name, device, n, k, dtype, arch)
-        lasts = bool(why) and libraries.concerns_every_shape(why)
+        lasts = bool(why) and (name not in _kernels or libraries.concerns_every_shape(why))
         if lasts:
             _broken[name] = why
         if why and libraries.is_installed(name):

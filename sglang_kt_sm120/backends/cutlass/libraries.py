@@ -22,7 +22,7 @@ _offered: dict[str, Callable] = {}
 #: for a minute and more, once more for the next layer. In the words of tvm_ffi, FlashInfer, torch,
 #: ninja, Python and the CUDA loader.
 _EVERY_SHAPE = re.compile(
-    r"^(ModuleNotFoundError|ImportError|FileNotFoundError|AttributeError|BackendSupportedError)|"
+    r"^(ImportError|FileNotFoundError|AttributeError|BackendSupportedError)|"
     r"ninja|nvcc|CUDA_HOME|CUDA installation|requires SM120|not supported on|"
     r"No compiled|No implemented|for CUDA device capability|no kernel image",
     re.IGNORECASE,

@@ -1,0 +1,109 @@
+"""Ranks come to one verdict, whatever each of them saw and whenever it got there."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+from torch.distributed import TCPStore
+
+from sglang_kt_sm120.backends.cutlass import agreement
+
+RANKS = (4, 5, 7)  # the second pipeline stage of something
+
+
+@pytest.fixture(scope="module")
+def server():
+    return TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=10))
+
+
+@pytest.fixture
+def groups(server):
+    """One group per rank, each with a connection of its own, as in processes of their own."""
+
+    def make(rank):
+        store = TCPStore("127.0.0.1", server.port, is_master=False, timeout=timedelta(seconds=10))
+        return agreement.Group(store, rank, RANKS, seconds=5.0)
+
+    return {rank: make(rank) for rank in RANKS}
+
+
+def ask(groups, question: str, said: dict, delays: dict | None = None) -> list[str | None]:
+    """Let every rank that is in `said` settle the question at the same time."""
+
+    def one(rank):
+        time.sleep((delays or {}).get(rank, 0))
+        return agreement.settle(groups[rank], question, said[rank])
+
+    with ThreadPoolExecutor(len(said)) as pool:
+        return list(pool.map(one, said))
+
+
+def test_all_say_yes(groups):
+    assert ask(groups, "all", dict.fromkeys(RANKS)) == [None, None, None]
+
+
+def test_one_that_fails_decides_for_all(groups):
+    said = {4: None, 5: "RuntimeError: Error Internal", 7: None}
+    answers = ask(groups, "one", said, {5: 0.2})
+    assert answers[1] == "RuntimeError: Error Internal"
+    for answer in (answers[0], answers[2]):
+        assert answer == "another rank cannot use it: RuntimeError: Error Internal"
+
+
+def test_a_rank_that_never_asks_costs_one_wait_and_no_more(groups, caplog):
+    for group in groups.values():
+        group.seconds = 0.4
+    said = {4: None, 5: None}
+    started = time.monotonic()
+    first = ask(groups, "silent", said)
+    assert 0.4 <= time.monotonic() - started < 3
+    assert all("a rank did not answer" in answer for answer in first)
+    started = time.monotonic()
+    assert all("did not answer" in answer for answer in ask(groups, "silent again", said))
+    assert time.monotonic() - started < 0.3
+    # The one that comes late, and says yes, is told what the others decided.
+    assert "did not answer" in agreement.settle(groups[7], "silent", None)
+    assert "a rank did not answer in 0 s" in caplog.text
+
+
+def test_whatever_happens_the_ranks_agree(groups):
+    """Random verdicts at random times, some past the wait: the same answer everywhere."""
+    for group in groups.values():
+        group.seconds = 0.05
+    kinds = set()
+    for number in range(40):
+        for group in groups.values():
+            group.silent = False
+        said = {rank: random.choice((None, None, None, "broken")) for rank in RANKS}
+        delays = {rank: random.random() * 0.08 for rank in RANKS}
+        answers = ask(groups, f"random {number}", said, delays)
+        assert len({answer is None for answer in answers}) == 1, (said, delays, answers)
+        assert answers[0] is not None or not any(said.values())
+        kinds.add(answers[0] is None)
+    assert kinds == {True, False}
+
+
+def test_without_a_store_each_rank_has_what_it_saw():
+    class Gone:
+        def set(self, *_):
+            raise RuntimeError("connection reset")
+
+    group = agreement.Group(Gone(), 4, RANKS)
+    assert agreement.settle(group, "gone", "slow") == "slow"
+    assert agreement.settle(group, "gone", None) == "the ranks could not agree on it"
+
+
+def test_nobody_is_held_up_by_a_rank_that_failed_first(groups):
+    """Who knows a fault answers at once, alone."""
+    done = threading.Event()
+    thread = threading.Thread(
+        target=lambda: (agreement.settle(groups[5], "at once", "broken"), done.set())
+    )
+    thread.start()
+    assert done.wait(2)
+    thread.join()
