@@ -1,7 +1,7 @@
 """`python -m sglang.bench_one_batch`, the real command in a real process, as far as no GPU goes.
 
 It runs models without a server and never calls sglang's plugin loader, so only the start-up hook
-can bring the plugin in. See one_batch_inside.py for where it ends and what it reports.
+can bring the plugin in. See stand_in.py for where it ends and what it reports.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from pathlib import Path
 from tests.hosts import client, lab, releases
 from tests.hosts.probe import MARK
 
-INSIDE = (
-    f"import sys; sys.path.append({str(lab.HERE)!r}); import one_batch_inside as it; it.present()"
-)
+#: The `.pth` line of the interpreter that runs it.
+START = f"import sys; sys.path.append({str(lab.HERE)!r}); import stand_in; stand_in.present()"
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 256,
     "intermediate_size": 512, "num_hidden_layers": 1, "num_attention_heads": 4,
@@ -25,7 +24,7 @@ CONFIG = {
     "quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3",
                             "weight_block_size": [128, 128]},
 }  # fmt: skip
-#: What ends every play (one_batch_inside.py, which imports nothing of this package).
+#: What ends every play (stand_in.py, which imports nothing of this package).
 END = "torch.cuda.set_device: the stand-in GPU ends here"
 #: The command moved; old hosts have the first.
 MODULES = ("sglang.bench_one_batch", "sglang.benchmark.one_batch")
@@ -39,7 +38,9 @@ def play(host: releases.Host, plugin: Path, folder: Path, hook: bool = True) -> 
     installed = releases.with_plugin(host, plugin, hook)
     lines = releases._site(installed.root).joinpath("layers.pth").read_text().splitlines()
     root = installed.root.with_name(f"{installed.root.name}-one-batch")
-    python = releases._venv(root, [*lines, INSIDE]) / "bin" / "python"
+    python = (
+        releases._venv(root, [*lines, f"{START}; stand_in.report_at_exit()"]) / "bin" / "python"
+    )
     (folder / "config.json").write_text(json.dumps(CONFIG))
     old = (host.own / "sglang" / "bench_one_batch.py").is_file()
     module = MODULES[0 if old else 1]

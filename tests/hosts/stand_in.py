@@ -1,9 +1,8 @@
-"""The start of an interpreter that is to run `python -m sglang.bench_one_batch` without a GPU.
+"""The start of an interpreter that is to run a real command of a host without a GPU.
 
-Brought in by a `.pth` line, so that the command is the real one. The machine that stubs.py presents
-ends at the first thing that only a GPU's driver can do, `torch.cuda.set_device` (on a machine with
-a GPU too). On the way out the process says what sglang's dispatch is in it, and what that answers
-now that the command has configured it.
+Brought in by a `.pth` line, so that the command itself is the real one: sglang's, or this project's
+on a host. The machine that stubs.py presents ends at the first thing that only a GPU's driver can
+do, `torch.cuda.set_device` (on a machine with a GPU too).
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ FP8_UTILS = "sglang.srt.layers.quantization.fp8_utils"
 
 
 def present() -> None:
-    """Present a GPU of capability 12.0 to this process, and let it report when it ends."""
+    """Present a GPU of capability 12.0 to this process."""
     released_stubs.before_import()
     stubs.put_on((12, 0))
     import transformers
@@ -42,7 +41,11 @@ def present() -> None:
     stubs.nvidia_smi()
     sys.modules["torch"].cuda.set_device = _end
     sys.meta_path.append(stubs._Finder(UNTOUCHED, _fill))
-    atexit.register(report)
+
+
+def report_at_exit() -> None:
+    """On the way out, say what sglang's dispatch is in this process, and what it answers now."""
+    atexit.register(_report)
 
 
 def _end(device) -> None:
@@ -54,7 +57,7 @@ def _fill(module) -> None:
         module.EventLoopPolicy = asyncio.DefaultEventLoopPolicy
 
 
-def report() -> None:
+def _report() -> None:
     """Print `probe.MARK` and a JSON object: the process, the two ways in, and the answer."""
     fp8_utils = sys.modules.get(FP8_UTILS)
     dispatch = getattr(fp8_utils, "dispatch_w8a8_block_fp8_linear", None)
