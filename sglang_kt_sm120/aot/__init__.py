@@ -262,6 +262,19 @@ def measure(config: Config | None, arch: str, **options) -> dict:
     return record
 
 
+def quick_look(compiled) -> dict:
+    """Registers, spills (stack bytes), shared_bytes and mma ({kind: count}, from PTX) of a kernel.
+
+    Args:
+        compiled: What `triton.compile`, or a launch with `warmup=True`, returns.
+    """
+    registers, stack = _resources(compiled.asm["cubin"], compiled.metadata)
+    counts, _ = _instructions(None, compiled.asm["ptx"])
+    mma = {kind: counts[kind] for kind in ("QMMA", "QMMA.SF", "HMMA") if counts[kind]}
+    shared = compiled.metadata.shared
+    return {"registers": registers, "spills": stack, "shared_bytes": shared, "mma": mma}
+
+
 def lowers_block_scale(arch: str) -> bool:
     """True where this Triton lowers unit-scale `tl.dot_scaled` to a block-scaled FP8 mma."""
     compiled = compile_config(replace(heuristic.LARGE, unit_scaled=True), arch)

@@ -2,7 +2,7 @@
 
 Data goes to stdout, progress and errors to stderr. Exit codes: 0 ok, 1 a problem was found,
 2 usage, 3 this needs a GPU. One file per kind of command: look.py tells, kernels.py compiles and
-captures, measure.py times, patch.py changes a host.
+captures, measure.py times, tune.py searches, patch.py changes a host.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from sglang_kt_sm120 import __version__
 from sglang_kt_sm120.cli import kernels, look
 from sglang_kt_sm120.cli.measure import bench
 from sglang_kt_sm120.cli.patch import patch
+from sglang_kt_sm120.cli.tune import tune
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -23,7 +24,7 @@ app = typer.Typer(
     help="Block-FP8 linear layers on SM120/SM121 GPUs for sglang-kt and sglang.",
 )
 for command in (
-    look.doctor, look.explain, kernels.graphs, bench, kernels.aot, kernels.warm, patch,
+    look.doctor, look.explain, kernels.graphs, bench, tune, kernels.aot, kernels.warm, patch,
 ):  # fmt: skip
     app.command()(command)
 app.command("env")(look.env_command)

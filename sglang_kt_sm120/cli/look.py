@@ -96,7 +96,8 @@ def explain(
                 {
                     "name": layer.name, "n": layer.n, "k": layer.k, "m": rows_of_x,
                     "backend": choice.backend, "config": config, "source": choice.evidence,
-                    "reason": choice.reason, "rejected": choice.rejected,
+                    "table": choice.table or None, "reason": choice.reason,
+                    "rejected": choice.rejected,
                 }
             )  # fmt: skip
             brief = " ".join(f"{key}={value}" for key, value in unusual(choice.config).items())
@@ -108,6 +109,8 @@ def explain(
     out.print("\n[bold]why[/]")
     for row in {(row["backend"], row["reason"]): row for row in rows}.values():
         out.print(f"  {row['backend']}: {escape(row['reason'])} ({row['source']})")
+    for source, file in {(row["source"], row["table"]): 0 for row in rows if row["table"]}:
+        out.print(f"  {source}: {escape(file)}", soft_wrap=True)
     out.print("\n[bold]not taken[/] (first row)")
     for name, why in rows[0]["rejected"].items():
         out.print(f"  {name}: {escape(why)}")

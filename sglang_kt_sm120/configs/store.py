@@ -123,7 +123,10 @@ def _tables(user: Path | None, device) -> tuple[Found, ...]:
         try:
             mine = read(user, device)
             if relation(mine, device) is None:
-                raise table.BadTable(f"it is for {mine.gpu['name']}, this is {device.name}")
+                this = f"{device.name} ({device.capability[0]}.{device.capability[1]})"
+                raise table.BadTable(
+                    f"it is for {mine.gpu['name']} ({mine.gpu['capability']}), this is {this}"
+                )
             found.append(Found(USER, user, mine))
         except table.BadTable as error:
             _refuse(user, error)

@@ -1,0 +1,367 @@
+"""The search itself: which contenders are timed, in what order, and when one has won.
+
+It knows no GPU: `Bench` times and checks, `Builds` compiles, both given. For each (shape, M):
+
+1. coarse: many configurations in small batches, each beside what serves today (the *old* one), a
+   few rounds each; what spills, needs too much or is wrong is never timed;
+2. near: one step around the best three, twice;
+3. fine: the best few and the old one, more rounds;
+4. confirm: the winner against the old one on fresh data, most rounds. Less than `MIN_GAIN` faster,
+   and the old one stays.
+
+In prefill some hosts serve their own CUTLASS by default and others our kernels, and the tuner does
+not know which it is for. So the host's proven kernels count as old ones there too: the table says
+who serves where one of these defaults is slower than the best by `MIN_GAIN`, and is silent where
+none is.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from sglang_kt_sm120 import heuristic
+from sglang_kt_sm120.configs import store
+from sglang_kt_sm120.tune import space
+
+MIN_GAIN = 0.02  # of the old time; timings of one configuration move by 1 % within a run
+BATCH = 12  # contenders timed in turn, beside the old one
+FINALISTS = 4
+NEAR_ROUNDS = 2
+COARSE = {"rounds": 3, "graph_us": 500.0}
+FINE = {"rounds": 5, "graph_us": 1500.0}
+CONFIRM = {"rounds": 15, "graph_us": 2000.0}
+#: Seconds that one (shape, M) may take before its search moves on to the final rounds.
+CASE_SECONDS = 8.0
+QUICK_SECONDS = 1.2
+QUICK_VARIANTS = 4  # per class of M
+
+
+@dataclass(frozen=True)
+class Contender:
+    """What may serve: a backend of `table.BACKENDS` and its configuration."""
+
+    backend: str
+    config: Any
+
+    def brief(self) -> str:
+        """Return a few words for a progress line."""
+        if not isinstance(self.config, heuristic.Config):
+            return f"{self.backend} {getattr(self.config, 'kernel', '')}".strip()
+        c = self.config
+        return f"{c.kernel} {c.block_m}x{c.block_n} {c.num_warps}w x{c.splits}"
+
+
+@dataclass(frozen=True)
+class Timing:
+    """What became of a contender: microseconds (None: not timed), relative error, why not."""
+
+    us: float | None
+    error: float | None = None
+    note: str = ""
+
+
+class Bench(Protocol):
+    """Times contenders on one product, interleaved, each checked before and after."""
+
+    def time(
+        self,
+        shape,
+        m: int,
+        contenders: Sequence[Contender],
+        *,
+        rounds: int,
+        graph_us: float,
+        fresh: bool = False,
+    ) -> list[Timing]:
+        """Return one `Timing` each; `fresh` asks for new operands."""  # fmt: skip
+
+    def default(self, shape, m: int) -> Contender:
+        """Return what serves this product where no table says otherwise."""
+
+    def others(self, shape, m: int) -> list[Contender]:
+        """Return the contenders that are not ours (the host's CUTLASS kernels)."""
+
+
+class Builds(Protocol):
+    """Compiles variants ahead.
+
+    Attributes:
+        waited: Seconds spent in `need` so far; they do not count against a case's time.
+    """
+
+    waited: float
+
+    def ask(self, variants: Iterable[heuristic.Config], n: int) -> None:
+        """Start compiling, for weights of `n` rows, and return at once."""
+
+    def need(self, variant: heuristic.Config, n: int) -> heuristic.Resources | str:
+        """Wait for a variant; return what it takes, or the gate that it fails."""
+
+
+@dataclass
+class Event:
+    """Where a run stands, for a progress display."""
+
+    shape: Any
+    m: int
+    done: int  # cases
+    total: int
+    step: str  # "coarse", "near", "fine", "confirm"
+    tried: int
+    of: int  # contenders known for this step so far
+    best: str = ""
+    ratio: float | None = None  # the best's time over the old one's
+
+
+@dataclass
+class Outcome:
+    """How a run ended: "done", "budget" (time is up) or "interrupted"; what failed, as texts."""
+
+    ended: str = "done"
+    failures: list[str] = field(default_factory=list)
+
+
+def key(n: int, k: int, m: int) -> str:
+    """Return the name of a case in the state file."""
+    return f"{n},{k},{m}"
+
+
+class Tuner:
+    """Searches one case after another until all are done or the time is up.
+
+    Args:
+        device: The `select.Device` to tune.
+        bench, builds: See the protocols.
+        budget: Seconds for the whole run, counted from here.
+        quick: Only ours as it is, a few variants and the host's kernels.
+        clock: Monotonic seconds.
+        notify: Receives an `Event` now and then.
+        started: What `clock` said when the user began to wait (default: now).
+    """
+
+    def __init__(
+        self, device, bench: Bench, builds: Builds, *, budget: float, quick: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+        notify: Callable[[Event], None] = lambda event: None,
+        started: float | None = None,
+    ):  # fmt: skip
+        self.device, self.bench, self.builds, self.quick = device, bench, builds, quick
+        self.clock, self.notify = clock, notify
+        self.end = (clock() if started is None else started) + budget
+        self.seconds = QUICK_SECONDS if quick else CASE_SECONDS
+        #: (n, k, class of M) -> configurations by rising time, of the last M searched there.
+        self.ranked: dict[tuple[int, int, int], list[heuristic.Config]] = {}
+
+    def run(
+        self, shapes: Sequence, ms: Sequence[int], cases: dict[str, dict],
+        save: Callable[[], None] = lambda: None,
+    ) -> Outcome:  # fmt: skip
+        """Tune every (shape, M) that `cases` does not hold yet, M by M; results go into `cases`.
+
+        `save` is called after each. KeyboardInterrupt ends the run and keeps what is done.
+        """
+        outcome = Outcome()
+        todo = [(shape, m) for m in ms for shape in shapes if not self._done(cases, shape, m)]
+        total = len(ms) * len(shapes)
+        olds = [(self.bench.default(shape, m), shape.n) for shape, m in todo]
+        for old, n in olds:
+            if old.backend == "triton":
+                self.builds.ask([old.config.variant()], n)
+        for shape, m in todo:
+            self.builds.ask(self._variants(m), shape.n)
+        for index, (shape, m) in enumerate(todo):
+            if self.clock() >= self.end:
+                outcome.ended = "budget"
+                break
+            self.at = Event(shape, m, total - len(todo) + index, total, "coarse", 0, 0)
+            try:
+                found = self._case(shape, m)
+            except KeyboardInterrupt:
+                outcome.ended = "interrupted"
+                break
+            if "failure" in found:
+                outcome.failures.append(f"N={shape.n} K={shape.k} M={m}: {found['failure']}")
+                continue
+            cases[key(shape.n, shape.k, m)] = found
+            save()
+        return outcome
+
+    def _done(self, cases: dict[str, dict], shape, m: int) -> bool:
+        case = cases.get(key(shape.n, shape.k, m))
+        return case is not None and (self.quick or case["effort"] == "full")
+
+    def _variants(self, m: int) -> list[heuristic.Config]:
+        listed = space.variants(space.row_class(m), self.device.mma)
+        return listed[:QUICK_VARIANTS] if self.quick else listed
+
+    def _say(self, step: str, tried: int, of: int, best=None, ratio=None) -> None:
+        self.at.step, self.at.tried, self.at.of = step, tried, of
+        if best is not None:
+            self.at.best, self.at.ratio = best.brief(), ratio
+        self.notify(self.at)
+
+    def _case(self, shape, m: int) -> dict:
+        start = self.clock()
+        old, others = self.bench.default(shape, m), self.bench.others(shape, m)
+        waited = self.builds.waited
+        times: dict[Contender, float] = {}  # over the old one's, in the same batch
+        pruned: dict[str, int] = {}
+
+        def time_is_up() -> bool:
+            compiling = self.builds.waited - waited
+            return self.clock() >= min(start + compiling + self.seconds, self.end)
+
+        def race(listed: Iterable[Contender], step: str) -> None:
+            """Time what is new in `listed`, batch by batch, until the case's time is up."""
+            for batch in _batches((c for c in listed if c not in times), BATCH):
+                _, *rest = self._against(shape, m, old, batch, COARSE)
+                for contender, ratio in zip(batch, rest, strict=True):
+                    times[contender] = ratio if ratio is not None else float("inf")
+                best = min(times, key=times.__getitem__)
+                self._say(step, len(times), len(times), best, times[best])
+                if time_is_up():
+                    break
+
+        self._say("coarse", 0, 0)
+        (first,) = self._time(shape, m, [old], COARSE)
+        if first.us is None:
+            # What serves today is wrong or fails here: that is a finding, not a baseline.
+            return {"failure": f"{old.backend}: {first.note}"}
+        times[old] = 1.0
+        race(others, "coarse")
+        race(self._coarse(shape, m, pruned), "coarse")
+        for _ in range(0 if self.quick else NEAR_ROUNDS):
+            if not time_is_up():
+                race(self._near(shape, m, times, pruned), "near")
+        good = [c for c in sorted(times, key=times.__getitem__) if times[c] < float("inf")]
+        self.ranked[shape.n, shape.k, space.row_class(m)] = [
+            c.config for c in good if c.backend == "triton"
+        ]
+        return self._decide(shape, m, old, others, good, times, pruned, start)
+
+    def _coarse(self, shape, m: int, pruned: dict[str, int]) -> Iterator[Contender]:
+        """Yield the configurations to try, those that were good at a neighbouring M first."""
+        seeds = self.ranked.get((shape.n, shape.k, space.row_class(m)), [])
+        for config in seeds[:BATCH]:
+            yield Contender("triton", config)
+        for variant in self._variants(m):
+            need = self.builds.need(variant, shape.n)
+            if isinstance(need, str):
+                pruned[need] = pruned.get(need, 0) + 1
+                continue
+            listed = space.schedules(variant, m, shape.n, shape.k, self.device, need)
+            for config in listed[:1] if self.quick else listed:
+                if space.possible(config, m, shape.k, self.device.shared_bytes):
+                    yield Contender("triton", config)
+
+    def _near(self, shape, m: int, times, pruned: dict[str, int]) -> Iterator[Contender]:
+        """Yield what lies one step from the best three of ours and passes the gates."""
+        ours = (c for c in sorted(times, key=times.__getitem__) if c.backend == "triton")
+        listed = [
+            config
+            for contender in itertools.islice(ours, 3)
+            for config in space.neighbours(contender.config, shape.k)
+            if space.possible(config, m, shape.k, self.device.shared_bytes)
+        ]
+        self.builds.ask([config.variant() for config in listed], shape.n)  # all, before waiting
+        for config in listed:
+            need = self.builds.need(config.variant(), shape.n)
+            if isinstance(need, str):
+                pruned[need] = pruned.get(need, 0) + 1
+            else:
+                yield Contender("triton", config)
+
+    def _time(self, shape, m: int, contenders, how: dict, **more) -> list[Timing]:
+        return self.bench.time(shape, m, contenders, **how, **more)
+
+    def _against(self, shape, m: int, old, contenders, how: dict, **more) -> list[float | None]:
+        """Time contenders beside the old one; return their times over its, None where not timed."""
+        timings = self._time(shape, m, [old, *contenders], how, **more)
+        base = timings[0].us
+        return [t.us / base if t.us is not None and base else None for t in timings]
+
+    def _decide(
+        self, shape, m: int, old, others, good, times, pruned, start: float
+    ) -> dict:  # fmt: skip
+        """Run the final and the confirmation; return the case's record."""
+        # A search that the end of the run cut short is done again by the next one.
+        effort = "quick" if self.quick else "cut" if self.clock() >= self.end else "full"
+        finalists = [c for c in good if c != old][:FINALISTS]
+        self._say("fine", len(times), len(times))
+        _, *rest = self._against(shape, m, old, finalists, FINE)
+        final = {c: r for c, r in zip(finalists, rest, strict=True) if r is not None}
+        record = {
+            "name": shape.name, "n": shape.n, "k": shape.k, "m": m,
+            "effort": effort, "tried": len(times), "pruned": pruned,
+            "old": _written(old),
+        }  # fmt: skip
+        winner = min(final, key=final.__getitem__, default=None)
+        if winner is not None:
+            self._say("confirm", len(times), len(times), winner, final[winner])
+        defaults = [old, *(others if m > heuristic.DECODE_ROWS else ())]
+        # The best of ours as well, for the heuristic's distance from it.
+        best_of_ours = next((c for c in sorted(final, key=final.get) if c.backend == "triton"), old)
+        last = list(dict.fromkeys([*defaults, winner or old, best_of_ours]))
+        timings = self._time(shape, m, last, CONFIRM, fresh=True)
+        known = {c: t for c, t in zip(last, timings, strict=True) if t.us is not None}
+        if old not in known:
+            return {"failure": f"{old.backend}, on fresh data: {timings[0].note}"}
+        default = min((c for c in defaults if c in known), key=lambda c: known[c].us)
+        over_us = max(known[c].us for c in defaults if c in known)
+        best = default
+        if winner in known and known[winner].us <= (1 - MIN_GAIN) * known[default].us:
+            best = winner
+        ours = [known[c].us for c in known if c.backend == "triton"]
+        record |= {
+            "old_us": known[old].us, "best_us": min(ours, default=known[old].us),
+            "over_us": over_us, "us": known[old].us, "error": known[old].error,
+            "backend": None, "config": None,
+            "all_us": {c.brief(): t.us for c, t in known.items()},
+        }  # fmt: skip
+        if known[best].us <= (1 - MIN_GAIN) * over_us:
+            record |= {**_written(best), "us": known[best].us, "error": known[best].error}
+            if best.backend == "triton":
+                need = self.builds.need(best.config.variant(), shape.n)
+                if not isinstance(need, str):  # the old one may fail a gate of the tuner's
+                    record["registers"] = need.registers
+                    record["shared_bytes"] = need.shared_bytes
+        record["seconds"] = round(self.clock() - start, 3)
+        return record
+
+
+def _written(contender: Contender) -> dict[str, Any]:
+    return {"backend": contender.backend, "config": store.config_dict(contender.config)}
+
+
+def _batches(items: Iterable, size: int) -> Iterator[list]:
+    batch: list = []
+    for item in items:
+        if item not in batch:
+            batch.append(item)
+        if len(batch) == size:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
+
+
+def distance(cases: Iterable[dict]) -> dict[str, float]:
+    """How far what served before is from the best that was found: {"mean", "worst", "cases"}.
+
+    Ratios old / best, both from the confirming run, geometric mean and maximum, over cases of a
+    full search where our own heuristic served before.
+    """
+    ratios = [
+        case["old_us"] / case["best_us"]
+        for case in cases
+        if case["effort"] == "full" and case["old"]["backend"] == "triton"
+    ]
+    if not ratios:
+        return {"mean": 1.0, "worst": 1.0, "cases": 0}
+    mean = statistics.geometric_mean(ratios)
+    return {"mean": mean, "worst": max(ratios), "cases": len(ratios)}
