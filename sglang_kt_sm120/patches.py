@@ -163,24 +163,32 @@ def installed() -> Path:
 def plan(path: Path) -> Plan:
     """Look at a tree without changing anything."""
     tree = find(path)
-    patches = available()
-    state, patch = _match(tree, patches)
-    record = _record(tree, patch) if patch else None
+    state, fitting = _match(tree, available())
+    if not fitting:
+        return Plan(tree, state, None, None, tuple(servers(tree)))
+    record = _record(tree, fitting[0])
+    # Releases that share a file share the patch; the one that is installed is the one to name.
+    installed = (record or "").removesuffix(".dist-info").replace("_", "-")
+    patch = next((p for p in fitting if p.path.parent.name == installed), fitting[0])
     return Plan(tree, state, patch, record, tuple(servers(tree)))
 
 
-def _match(tree: Tree, patches: list[Patch]) -> tuple[str, Patch | None]:
+def _match(tree: Tree, patches: list[Patch]) -> tuple[str, list[Patch]]:
+    """Return the tree's state and the patches that it is in that state for."""
     for state, which in (("fits", 0), ("applied", 1)):
-        for patch in patches:
-            if patch.files and all(
-                _hash(tree.file(name)) == hashes[which] for name, hashes in patch.files.items()
-            ):
-                return state, patch
+        fitting = [
+            patch
+            for patch in patches
+            if patch.files
+            and all(_hash(tree.file(name)) == hashes[which] for name, hashes in patch.files.items())
+        ]
+        if fitting:
+            return state, fitting
     for state, reverse in (("applied", True), ("fits roughly", False)):
-        for patch in patches:
-            if _tool(tree, patch, reverse=reverse, dry=True) is None:
-                return state, patch
-    return "none", None
+        fitting = [p for p in patches if _tool(tree, p, reverse=reverse, dry=True) is None]
+        if fitting:
+            return state, fitting
+    return "none", []
 
 
 def _hash(path: Path) -> str | None:
@@ -254,8 +262,10 @@ def apply(path: Path) -> list[str]:
         PatchError: Nothing fits, it is applied already, or a server runs from the tree.
     """
     now = plan(path)
-    if now.patch is None or now.state == "applied":
-        raise PatchError("\n".join(now.lines()))
+    if now.patch is None:
+        raise PatchError(f"no local patch fits {now.tree.root}: there is nothing to apply")
+    if now.state == "applied":
+        raise PatchError(f"{now.patch.name} is applied already; --revert takes it back")
     _refuse_in_use(now)
     done = []
     for name in now.patch.files:
@@ -279,7 +289,7 @@ def revert(path: Path) -> list[str]:
     """
     now = plan(path)
     if now.patch is None or now.state != "applied":
-        raise PatchError("\n".join([*now.lines(), "so there is nothing to revert"]))
+        raise PatchError(f"no patch is applied to {now.tree.root}: there is nothing to revert")
     _refuse_in_use(now)
     _change(now.tree, now.patch, reverse=True)
     done = [f"reverted {now.patch.name}"]

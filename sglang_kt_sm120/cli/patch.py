@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 from rich.markup import escape
-from rich.syntax import Syntax
+from rich.text import Text
 
 from sglang_kt_sm120.cli.options import EXIT_PROBLEM, JsonOption, err, fail, out, print_json
 
@@ -36,11 +36,14 @@ def patch(
             raise typer.Exit(0 if plan.state != "none" else EXIT_PROBLEM)
         if not as_json:
             for line in plan.lines():
-                out.print(escape(line))
+                out.print(escape(line), soft_wrap=True)
             if plan.patch is not None and (plan.state != "applied" or revert):
-                out.print(
-                    Syntax(plan.patch.diff, "diff", background_color="default", word_wrap=True)
-                )
+                _show(plan.patch.diff)
+            if apply and plan.state in ("applied", "none"):
+                back = "; --revert takes it back" if plan.state == "applied" else ""
+                raise fail(f"nothing to apply{back}", EXIT_PROBLEM)
+            if revert and plan.state != "applied":
+                raise fail("nothing to revert", EXIT_PROBLEM)
         if not (apply or revert):
             raise typer.Exit(0 if plan.state != "none" else EXIT_PROBLEM)
         if as_json and not yes:
@@ -54,4 +57,11 @@ def patch(
         print_json(True, lines=done)
         return
     for line in done:
-        err.print(escape(line))
+        err.print(escape(line), soft_wrap=True)
+
+
+def _show(diff: str) -> None:
+    """Print a diff as it is, coloured: neither wrapped nor cut at the terminal's edge."""
+    styles = {"+": "green", "-": "red", "@": "cyan", "d": "bold", "i": "bold"}
+    for line in diff.splitlines():
+        out.print(Text(line, styles.get(line[:1], "")), soft_wrap=True)

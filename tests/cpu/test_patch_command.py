@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
-from sglang_kt_sm120 import patches
+from sglang_kt_sm120 import cli, patches
 
 FILE = "python/sglang/srt/layers/quantization/fp8_utils.py"
 RELEASED = "".join(f"line {i}\n" for i in range(40))
@@ -68,7 +71,7 @@ def test_apply_and_revert(local, tmp_path, monkeypatch, prefix, tool):
     assert "line 20, mended" in file.read_text()
     assert backup.read_text() == RELEASED
     assert patches.plan(tmp_path / "tree").state == "applied"
-    with pytest.raises(patches.PatchError, match="is applied"):
+    with pytest.raises(patches.PatchError, match="is applied already; --revert"):
         patches.apply(tmp_path / "tree")
 
     patches.revert(tmp_path / "tree")
@@ -99,7 +102,7 @@ def test_a_tree_that_needs_none(local, tmp_path):
     file = _tree(tmp_path / "tree", "", "quite another file\n")
     now = patches.plan(tmp_path / "tree")
     assert (now.state, now.patch) == ("none", None)
-    with pytest.raises(patches.PatchError, match="No local patch fits"):
+    with pytest.raises(patches.PatchError, match="no local patch fits"):
         patches.apply(tmp_path / "tree")
     assert file.read_text() == "quite another file\n"
 
@@ -195,6 +198,65 @@ def test_a_running_server_is_found_and_respected(local, tmp_path, monkeypatch):
             it.kill()
     assert file.read_text() == RELEASED
     patches.apply(tmp_path / "tree")
+
+
+# ---------------------------------------------------------------- the command
+
+
+def _run(*arguments: str) -> tuple[int, str, str]:
+    result = CliRunner().invoke(cli.app, ["patch", *arguments])
+    return result.exit_code, result.stdout, result.stderr
+
+
+def test_the_installed_release_is_the_one_named(local, tmp_path):
+    """Releases that share a file share the patch: the wheel's metadata says which is here."""
+    shutil.copytree(local / "sglang-kt-0.0.2", local / "sglang-kt-0.0.3.post1")
+    _tree(tmp_path / "site", "")
+    for version in ("0.0.3.post1", "0.0.2"):
+        info = tmp_path / "site" / f"sglang_kt-{version}.dist-info"
+        info.mkdir()
+        (info / "RECORD").write_text(f"{FILE.removeprefix('python/')},sha256=x,1\n")
+        assert patches.plan(tmp_path / "site").patch.path.parent.name == f"sglang-kt-{version}"
+        shutil.rmtree(info)
+
+
+def test_the_diff_is_shown_as_it_is(local, tmp_path, monkeypatch):
+    """Neither wrapped nor cut, however narrow the terminal: it can be piped into git."""
+    long = f"line 20, {'mended ' * 40}\n".replace(" \n", "\n")
+    patch = next(local.glob("sglang-kt-0.0.2/*.patch"))
+    patch.write_text(_patch_text(RELEASED, RELEASED.replace("line 20\n", long), tmp_path / "made"))
+    monkeypatch.setenv("COLUMNS", "40")
+    _tree(tmp_path / "tree", "")
+    code, shown, _ = _run("--check", str(tmp_path / "tree"))
+    assert code == 0
+    assert patches.read(patch).diff in shown
+
+
+def test_what_there_is_nothing_to_do_for_is_said_once(local, tmp_path):
+    file = _tree(tmp_path / "tree", "")
+    assert _run("--apply", "--yes", str(tmp_path / "tree"))[0] == 0
+    code, shown, error = _run("--apply", "--yes", str(tmp_path / "tree"))
+    assert code == 1
+    assert (shown + error).count("is applied") == 1
+    assert "nothing to apply; --revert takes it back" in error
+    assert _run("--revert", "--yes", str(tmp_path / "tree"))[0] == 0
+    assert file.read_text() == RELEASED
+    code, _, error = _run("--revert", "--yes", str(tmp_path / "tree"))
+    assert (code, error.strip()) == (1, "error: nothing to revert")
+
+
+def test_json_says_it_whole(local, tmp_path):
+    _tree(tmp_path / "tree", "")
+    code, shown, _ = _run("--apply", "--json", str(tmp_path / "tree"))
+    assert code == 2, "it cannot ask"
+    assert _run("--apply", "--yes", "--json", str(tmp_path / "tree"))[0] == 0
+    code, shown, _ = _run("--apply", "--yes", "--json", str(tmp_path / "tree"))
+    answer = json.loads(shown)
+    assert (code, answer["ok"]) == (1, False)
+    assert (
+        answer["error"]
+        == "sglang-kt-0.0.2/0001-fix.patch is applied already; --revert takes it back"
+    )
 
 
 # ---------------------------------------------------------------- the real ones
