@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sglang_kt_sm120 import _startup, env, plugin, select, system
+from sglang_kt_sm120 import _startup, devices, env, plugin, select, system
+from sglang_kt_sm120.configs import store
 
 OK, WARN, FAIL = "ok", "warn", "fail"
 HOST_FOLDER = "sglang"
@@ -39,6 +40,7 @@ def rows(facts: dict[str, Any], seam: Callable[[], dict[str, Any]] | None) -> li
         *_hook(),
         *_variables(),
         *_cache(Path(facts["triton_cache"])),
+        *_tables(facts["torch"]),
     ]
     if seam is not None and HOST_FOLDER in facts["owners"]:
         found += _seam(system.guarded(seam))
@@ -200,3 +202,23 @@ def _cache(folder: Path) -> Iterator[Row]:
             "kernel cache", FAIL, f"{folder} cannot be written",
             "set TRITON_CACHE_DIR to a folder that can",
         )  # fmt: skip
+
+
+def _tables(torch: dict[str, Any]) -> Iterator[Row]:
+    """One row for each kind of SM12x GPU here: which tuned table decides, or the offer to tune."""
+    seen = {d["name"]: d for d in torch.get("devices", [])}
+    for name, facts in seen.items():
+        capability = tuple(map(int, facts["capability"].split(".")))
+        if capability not in select.SM120 or "sm_count" not in facts:
+            continue
+        device = devices.describe(name, capability=capability, sm_count=facts["sm_count"])
+        trouble, found = store.trouble(device), store.tables(device)
+        if trouble:
+            yield Row("tuned table", WARN, trouble, "sglang-kt-sm120 tune --model PATH")
+        elif found:
+            yield Row("tuned table", OK, "; ".join(f"{f.kind} {f.title()}" for f in found))
+        else:
+            yield Row(
+                "tuned table", WARN, f"none for {name}",
+                "sglang-kt-sm120 tune --quick --model PATH: 90 s, with the server stopped",
+            )  # fmt: skip

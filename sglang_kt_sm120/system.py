@@ -89,6 +89,7 @@ def torch_facts() -> dict[str, Any]:
         {
             "name": torch.cuda.get_device_name(index),
             "capability": ".".join(map(str, torch.cuda.get_device_capability(index))),
+            "sm_count": torch.cuda.get_device_properties(index).multi_processor_count,
         }
         for index in range(torch.cuda.device_count() if cuda else 0)
     ]

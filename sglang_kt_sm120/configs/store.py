@@ -115,19 +115,35 @@ def _refuse(file: Path, reason: object) -> None:
     )  # fmt: skip
 
 
+def _mine(file: Path, device) -> Found:
+    mine = read(file, device)
+    if relation(mine, device) is None:
+        this = f"{device.name} ({device.capability[0]}.{device.capability[1]})"
+        raise table.BadTable(
+            f"it is for {mine.gpu['name']} ({mine.gpu['capability']}), this is {this}"
+        )
+    return Found(USER, file, mine)
+
+
+def trouble(device) -> str | None:
+    """Return why the user's table for `device` is not used, in full or in part; None if it is."""
+    try:
+        file = user_file(device.name)
+        refused = _mine(file, device).table.refused if file.exists() else ()
+    except table.BadTable as error:
+        return f"{file}: {error}"
+    except (OSError, RuntimeError) as error:
+        return str(error)
+    return f"{file}: not used for {refused[0]}" if refused else None
+
+
 @functools.cache
 def _tables(user: Path | None, device) -> tuple[Found, ...]:
     """Read every table that applies to `device`; cached, so that a process reads each file once."""
     found: list[Found] = []
     if user is not None and user.exists():
         try:
-            mine = read(user, device)
-            if relation(mine, device) is None:
-                this = f"{device.name} ({device.capability[0]}.{device.capability[1]})"
-                raise table.BadTable(
-                    f"it is for {mine.gpu['name']} ({mine.gpu['capability']}), this is {this}"
-                )
-            found.append(Found(USER, user, mine))
+            found.append(_mine(user, device))
         except table.BadTable as error:
             _refuse(user, error)
     for kind in (DEVICE, CLASS):

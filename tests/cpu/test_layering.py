@@ -49,7 +49,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "backends": ({"backends", "kernels", "heuristic", "limits"}, {"torch"}),
     "kernels": ({"kernels"}, {"torch", "triton"}),
     "system": (set(), {"torch", "triton"}),  # inside guarded probes
-    "doctor": ({"_startup", "env", "plugin", "select", "system"}, set()),
+    "doctor": ({"_startup", "configs", "devices", "env", "plugin", "select", "system"}, set()),
     "aot": (
         {"select", "shapes", "kernels", "heuristic", "devices", "backends"},
         {"triton", "torch"},

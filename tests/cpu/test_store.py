@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_kt_sm120 import devices, env, heuristic, limits, select, shapes, warm
+from sglang_kt_sm120 import devices, doctor, env, heuristic, limits, select, shapes, warm
 from sglang_kt_sm120.configs import store, table
 
 SERVER = "NVIDIA RTX PRO 6000 Blackwell Server Edition"
@@ -396,6 +396,27 @@ def test_tuning_is_offered_until_it_has_run(places, caplog):
     choose(4)
     assert "tune --quick" not in caplog.text
     assert f"user table {file}" in caplog.text
+
+
+def test_doctor_offers_tuning_and_names_the_table(places):
+    seen = {"name": SERVER, "capability": "12.0", "sm_count": 188}
+
+    def row_of(**changes):
+        store.forget()
+        (found,) = doctor._tables({"devices": [seen | changes, seen | changes]})
+        return found
+
+    assert row_of().status == doctor.WARN
+    assert "tune --quick" in row_of().fix
+    file = put(places["user"], make(SERVER, row(4, DIRECT)))
+    assert (row_of().status, row_of().value.startswith(f"user table {file}")) == (doctor.OK, True)
+    put(places["user"], make(SERVER, row(256, GREEDY)))
+    assert (row_of().status, "147456 bytes" in row_of().value) == (doctor.WARN, True)
+    file.write_text("")
+    assert "it is empty" in row_of().value
+    file.write_text(json.dumps(make(OTHERS[0])))
+    assert "it is for NVIDIA GeForce RTX 5090" in row_of().value
+    assert list(doctor._tables({"devices": [seen | {"capability": "9.0"}]})) == []
 
 
 @pytest.mark.parametrize("folder", [store.HERE / "shipped", store.HERE / "community"])
