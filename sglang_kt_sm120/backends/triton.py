@@ -32,7 +32,13 @@ def run(
 
 
 def plan(
-    config, n: int, k: int, *, arch: str | None = None, pdl: bool = False
+    config,
+    n: int,
+    k: int,
+    *,
+    arch: str | None = None,
+    pdl: bool = False,
+    through: Callable = kernels.as_it_is,
 ) -> Callable[..., torch.Tensor]:
     """Work out all that does not change between the calls of a layer; return what serves them.
 
@@ -41,6 +47,7 @@ def plan(
         n, k: size of the weight.
         arch: Triton's `arch` launch option ("sm120"), or None for the device's own.
         pdl: launch with programmatic stream serialisation.
+        through: makes of a jitted kernel what is launched (see `kernels.as_it_is`).
 
     Returns:
         call(x, weight, weight_scale, x_scale, out_dtype, config, counters) -> a new [M, N], with
@@ -59,10 +66,10 @@ def plan(
     if pdl:
         options["launch_pdl"] = True
     plans = {"tiled": _tiled, "direct": _direct, "pipelined": _pipelined}
-    return plans[config.kernel](config, n, k, options)
+    return plans[config.kernel](config, n, k, options, through)
 
 
-def _direct(config, n: int, k: int, options: dict) -> Callable[..., torch.Tensor]:
+def _direct(config, n: int, k: int, options: dict, through) -> Callable[..., torch.Tensor]:
     """Plan the register-direct kernel, one row of tiles, quantisation inside."""
     tiles = -(-n // config.block_n)
     splits = config.splits
@@ -78,6 +85,7 @@ def _direct(config, n: int, k: int, options: dict) -> Callable[..., torch.Tensor
         num_warps=config.num_warps,
         chunk=config.chunk,
         options=options | limit,
+        through=through,
     )
 
     def call(x, weight, weight_scale, x_scale, out_dtype, config, counters):
@@ -90,7 +98,7 @@ def _direct(config, n: int, k: int, options: dict) -> Callable[..., torch.Tensor
     return call
 
 
-def _pipelined(config, n: int, k: int, options: dict) -> Callable[..., torch.Tensor]:
+def _pipelined(config, n: int, k: int, options: dict, through) -> Callable[..., torch.Tensor]:
     """Plan the shared-memory pipeline, behind a quantisation kernel unless it is fused."""
     block_m, splits, fused = config.block_m, config.splits, config.fused
     tiles_n = -(-n // config.block_n)
@@ -107,12 +115,13 @@ def _pipelined(config, n: int, k: int, options: dict) -> Callable[..., torch.Ten
         prefetch=config.prefetch,
         chunk=config.chunk,
         options=options,
+        through=through,
     )
 
     def call(x, weight, weight_scale, x_scale, out_dtype, config, counters):
         m, device = x.shape[0], x.device
         if x_scale is None and not fused:
-            x, x_scale = kernels.quantise(x, column_major=True, options=options)
+            x, x_scale = kernels.quantise(x, column_major=True, options=options, through=through)
         out = torch.empty((m, n), dtype=out_dtype, device=device)
         tiles = tiles_n * -(-m // block_m)
         scratch, counters = _split_memory(
@@ -124,7 +133,7 @@ def _pipelined(config, n: int, k: int, options: dict) -> Callable[..., torch.Ten
     return call
 
 
-def _tiled(config, n: int, k: int, options: dict) -> Callable[..., torch.Tensor]:
+def _tiled(config, n: int, k: int, options: dict, through) -> Callable[..., torch.Tensor]:
     """Plan the prefill kernel behind a quantisation kernel."""
     launch = kernels.tiled(
         n,
@@ -137,11 +146,12 @@ def _tiled(config, n: int, k: int, options: dict) -> Callable[..., torch.Tensor]
         unit_scaled=config.unit_scaled,
         split_order=config.split_order,
         options=options,
+        through=through,
     )
 
     def call(x, weight, weight_scale, x_scale, out_dtype, config, counters):
         if x_scale is None:
-            x, x_scale = kernels.quantise(x, column_major=True, options=options)
+            x, x_scale = kernels.quantise(x, column_major=True, options=options, through=through)
         out = torch.empty((x.shape[0], n), dtype=out_dtype, device=x.device)
         launch(x, x_scale, weight, weight_scale, out)
         return out

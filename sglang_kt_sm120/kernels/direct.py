@@ -17,6 +17,7 @@ import triton.language as tl
 
 from .parts import (
     GDC,
+    as_it_is,
     fence,
     publish_partial,
     quantise_groups,
@@ -214,6 +215,7 @@ def direct(
     num_warps: int,
     chunk: int,
     options: dict | None = None,
+    through: Callable = as_it_is,
 ) -> Callable[..., None]:
     """Return a launcher of the register-direct kernel: out = x @ w.T for at most `block_m` rows.
 
@@ -225,6 +227,7 @@ def direct(
         splits: programs per tile, at most ceil(K / 128 / unroll).
         chunk: partial sums loaded at once in the reduction.
         options: launch options such as `arch`, `launch_pdl` and `maxnreg`.
+        through: makes of the jitted kernel what is launched (see `as_it_is`).
 
     Returns:
         launch(x, w, w_scale, out, scratch, counters), with
@@ -235,7 +238,7 @@ def direct(
             scratch: fp32, at least tiles * splits * block_m * block_n elements when splits > 1.
             counters: int32, at least `tiles` zeros when splits > 1; zero again afterwards.
     """
-    kernel = _direct_kernel[(triton.cdiv(n, block_n) * splits,)]
+    kernel = through(_direct_kernel)[(triton.cdiv(n, block_n) * splits,)]
     k_blocks = k // 128
     constants = {
         "BLOCK_M": block_m,

@@ -14,6 +14,7 @@ import triton.language as tl
 
 from .parts import (
     GDC,
+    as_it_is,
     prefetch_lines,
     publish_partial,
     quantise_groups,
@@ -134,6 +135,7 @@ def pipelined(
     prefetch: int,
     chunk: int,
     options: dict | None = None,
+    through: Callable = as_it_is,
 ) -> Callable[..., None]:
     """Return a launcher of the shared-memory pipeline: out = x @ w.T, any M.
 
@@ -145,6 +147,7 @@ def pipelined(
         prefetch: K blocks of the weight asked of L2 before the dependency wait.
         chunk: partial sums loaded at once in the reduction.
         options: launch options such as `arch` and `launch_pdl`.
+        through: makes of the jitted kernel what is launched (see `as_it_is`).
 
     Returns:
         launch(x, x_scale, w, w_scale, out, scratch, counters), with
@@ -159,6 +162,7 @@ def pipelined(
     """
     per_row_tile = triton.cdiv(n, block_n) * splits
     k_blocks = k // 128
+    kernel = through(_pipelined_kernel)
     constants = {
         "BLOCK_M": block_m,
         "BLOCK_N": block_n,
@@ -174,7 +178,7 @@ def pipelined(
     def launch(x, x_scale, w, w_scale, out, scratch, counters) -> None:
         m = x.shape[0]
         fused = x_scale is None
-        _pipelined_kernel[(-(-m // block_m) * per_row_tile,)](
+        kernel[(-(-m // block_m) * per_row_tile,)](
             x,
             w_scale if fused else x_scale,
             w,

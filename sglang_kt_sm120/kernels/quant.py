@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
 
-from .parts import GDC, quantise_groups, wait_for_producer
+from .parts import GDC, as_it_is, quantise_groups, wait_for_producer
 
 GROUPS = 16  # K blocks per program
 
@@ -41,6 +43,7 @@ def quantise(
     align: int = 1,
     rows: int | None = None,
     options: dict | None = None,
+    through: Callable = as_it_is,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise activations to e4m3 with one fp32 scale per row and 128 columns.
 
@@ -51,6 +54,7 @@ def quantise(
         rows: hand out tensors of so many rows, at least M, for a kernel that wants a multiple of
             something; what lies in the rows beyond M is anybody's guess.
         options: launch options such as `arch` and `launch_pdl`.
+        through: makes of the jitted kernel what is launched (see `as_it_is`).
 
     Returns:
         (codes [rows or M, K] float8_e4m3fn, scales [rows or M, K / 128] fp32).
@@ -65,7 +69,7 @@ def quantise(
     else:
         scales = torch.empty((rows, k_blocks), dtype=torch.float32, device=x.device)
     options = options or {}
-    _quantise_kernel[(m, triton.cdiv(k_blocks, GROUPS))](
+    through(_quantise_kernel)[(m, triton.cdiv(k_blocks, GROUPS))](
         x,
         codes,
         scales,

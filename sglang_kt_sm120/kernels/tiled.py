@@ -7,7 +7,7 @@ from collections.abc import Callable
 import triton
 import triton.language as tl
 
-from .parts import GDC, split_range, wait_for_producer
+from .parts import GDC, as_it_is, split_range, wait_for_producer
 
 
 @triton.jit
@@ -114,6 +114,7 @@ def tiled(
     unit_scaled: bool = False,
     split_order: int = 0,
     options: dict | None = None,
+    through: Callable = as_it_is,
 ) -> Callable[..., None]:
     """Return a launcher of the prefill kernel: out = x @ w.T for any M.
 
@@ -124,6 +125,7 @@ def tiled(
         unit_scaled: use the block-scaled instruction with unit scales (same numbers).
         split_order: 0, or the number of K ranges to sum apart, in split-K's order.
         options: launch options such as `arch` and `launch_pdl`.
+        through: makes of the jitted kernel what is launched (see `as_it_is`).
 
     Returns:
         launch(x, x_scale, w, w_scale, out), with
@@ -136,6 +138,7 @@ def tiled(
     tiles_n = triton.cdiv(n, block_n)
     k_blocks = k // 128
     splits = max(split_order, 1)
+    kernel = through(_tiled_kernel)
     constants = {
         "BLOCK_M": block_m,
         "BLOCK_N": block_n,
@@ -150,7 +153,7 @@ def tiled(
 
     def launch(x, x_scale, w, w_scale, out) -> None:
         m = x.shape[0]
-        _tiled_kernel[(-(-m // block_m) * tiles_n,)](
+        kernel[(-(-m // block_m) * tiles_n,)](
             x,
             x_scale,
             w,
