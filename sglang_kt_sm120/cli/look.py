@@ -103,7 +103,7 @@ def explain(
             brief = " ".join(f"{key}={value}" for key, value in unusual(choice.config).items())
             shown.add_row(layer.name, f"{layer.n},{layer.k}", str(rows_of_x), choice.backend, brief)
     if as_json:
-        print_json(True, device=dataclasses.asdict(device), rows=rows)
+        print_json(True, device=dataclasses.asdict(device), rows=rows, never=limits.REJECTED)
         return
     out.print(shown)
     out.print("\n[bold]why[/]")
@@ -112,7 +112,7 @@ def explain(
     for source, file in {(row["source"], row["table"]): 0 for row in rows if row["table"]}:
         out.print(f"  {source}: {escape(file)}", soft_wrap=True)
     out.print("\n[bold]not taken[/] (first row)")
-    for name, why in rows[0]["rejected"].items():
+    for name, why in (rows[0]["rejected"] | limits.REJECTED).items():
         out.print(f"  {name}: {escape(why)}")
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from sglang_kt_sm120 import cli, devices, env, select
+from sglang_kt_sm120 import cli, devices, env, limits, select
 
 RTX = "NVIDIA RTX PRO 6000 Blackwell Server Edition"
 runner = CliRunner()
@@ -65,6 +65,18 @@ def test_assuming_the_hosts_cutlass():
     arguments = ("explain", "--shape", "4096,7168", "--m", "64,65", "--gpu", RTX, "--json")
     rows = json.loads(run(*arguments, "--host-cutlass").stdout)["rows"]
     assert [row["backend"] for row in rows] == ["triton", "cutlass"]
+    assert rows[1]["config"] == {"kernel": "sglang_jit"}
+
+
+def test_explain_prints_the_recorded_limits_and_what_is_never_taken():
+    arguments = ("explain", "--shape", "4096,7168", "--m", "128", "--gpu", RTX)
+    text = " ".join(run(*arguments).stdout.split())
+    for kernel in limits.KERNELS:
+        assert f"{kernel.name}: not probed (tile" in text
+        assert kernel.odd_rows in text
+    for name, why in limits.REJECTED.items():
+        assert f"{name}: {why}" in text
+    assert json.loads(run(*arguments, "--json").stdout)["never"] == limits.REJECTED
 
 
 @pytest.mark.parametrize(

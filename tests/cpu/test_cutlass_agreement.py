@@ -55,6 +55,13 @@ def test_one_that_fails_decides_for_all(groups):
         assert answer == "another rank cannot use it: RuntimeError: Error Internal"
 
 
+def test_a_fault_that_is_known_but_not_yet_decided_counts(groups):
+    """The rank with the fault has spoken, and is held up before it writes the decision."""
+    groups[5].store.set(f"{agreement.PREFIX}/4-5-7/held up/5", "broken")
+    answers = ask(groups, "held up", {4: None, 7: None})
+    assert answers == ["another rank cannot use it: broken"] * 2
+
+
 def test_a_rank_that_never_asks_costs_one_wait_and_no_more(groups, caplog):
     for group in groups.values():
         group.seconds = 0.4
