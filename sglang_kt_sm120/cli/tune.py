@@ -136,11 +136,11 @@ def _start(dtype: str, fresh: bool, kind: str = ""):
     return bench, head, state, cases
 
 
-def _facts(index: int) -> dict[str, Any]:
+def _facts() -> dict[str, Any]:
     from sglang_kt_sm120 import bench
     from sglang_kt_sm120.tune import results
 
-    return results.environment(bench.environment(), index)
+    return results.environment(bench.environment())
 
 
 def _run(layers, ms, seconds, dtype, *, quick, fresh, jobs, share, credit, export) -> dict:
@@ -158,7 +158,7 @@ def _run(layers, ms, seconds, dtype, *, quick, fresh, jobs, share, credit, expor
             bench.device, bench, builds, budget=seconds, quick=quick, notify=notify
         )
         outcome = tuner.run(layers, ms, cases, lambda: results.save_state(state, head, cases))
-    facts = _facts(bench.index)
+    facts = _facts()
     data = results.make_table(head, cases.values(), facts)
     file = store.user_file(bench.device.name)
     written = results.write_table(data, file) if cases else data
@@ -195,7 +195,7 @@ def _run_stock(layers, ms, seconds, dtype, *, fresh, export, **_) -> dict:
         )  # fmt: skip
     files = sglang_files.write(export, cases, bench.device.name)
     return {
-        "ended": outcome.ended, "device": head["gpu"], "environment": _facts(bench.index),
+        "ended": outcome.ended, "device": head["gpu"], "environment": _facts(),
         "files": [str(file) for file in files], "state": str(state),
         "of": len(layers) * len(ms), "cases": list(cases.values()), "failures": outcome.failures,
     }  # fmt: skip

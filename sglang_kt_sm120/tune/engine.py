@@ -36,7 +36,7 @@ COARSE = {"rounds": 3, "graph_us": 500.0}
 FINE = {"rounds": 5, "graph_us": 1500.0}
 CONFIRM = {"rounds": 15, "graph_us": 2000.0}
 #: Seconds that one (shape, M) may take before its search moves on to the final rounds.
-CASE_SECONDS = 8.0
+CASE_SECONDS = 7.0
 QUICK_SECONDS = 1.2
 QUICK_VARIANTS = 4  # per class of M
 
@@ -316,11 +316,11 @@ class Tuner:
         best = default
         if winner in known and known[winner].us <= (1 - MIN_GAIN) * known[default].us:
             best = winner
-        ours = [known[c].us for c in known if c.backend == "triton"]
+        ours = [c for c in known if c.backend == "triton"] or [old]
         record |= {
-            "old_us": known[old].us, "best_us": min(ours, default=known[old].us),
+            "old_us": known[old].us, "best_us": min(known[c].us for c in ours),
             "over_us": over_us, "us": known[old].us, "error": known[old].error,
-            "backend": None, "config": None,
+            "best": _written(min(ours, key=lambda c: known[c].us)), "backend": None, "config": None,
             "all_us": {c.brief(): t.us for c, t in known.items()},
         }  # fmt: skip
         if known[best].us <= (1 - MIN_GAIN) * over_us:

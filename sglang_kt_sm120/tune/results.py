@@ -64,10 +64,15 @@ def save_state(file: Path, head: dict[str, Any], cases: dict[str, dict]) -> None
     store.save(file, {**head, "cases": cases})
 
 
-def environment(device_facts: dict[str, Any], index: int = 0) -> dict[str, Any]:
-    """Return what was installed and how the card was set, beside the facts that torch gives."""
+def environment(device_facts: dict[str, Any]) -> dict[str, Any]:
+    """Return what was installed and how the card was set, beside the facts that torch gives.
+
+    nvidia-smi numbers cards in its own order, so driver and power limit are those of the first
+    card of that name.
+    """
     gpus = system.guarded(system.gpus)
-    gpu = gpus[index] if isinstance(gpus, list) and len(gpus) > index else {}
+    listed = gpus if isinstance(gpus, list) else []  # else {"error": ...}
+    gpu = next((g for g in listed if g.get("name") == device_facts["gpu"]), {})
     versions = system.guarded(system.versions)
     hosts = ("sglang-kt", "sglang", "sgl-kernel", "flashinfer-python")
     host = {name: version for name, version in versions.items() if name in hosts}

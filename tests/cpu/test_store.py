@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import json
 import logging
@@ -116,6 +117,9 @@ def test_a_class_is_sm_count_memory_and_capability():
         {"capability": (12, 1)},
     ):
         assert store.relation(written, dataclasses.replace(device, **change)) is None, change
+    unknown = {**written.gpu, "bandwidth_gbs": 0.0}
+    other = dataclasses.replace(device, bandwidth_gbs=0.0)
+    assert store.relation(dataclasses.replace(written, gpu=unknown), other) is None
 
 
 def test_a_stand_in_serves_no_other_gpu():
@@ -274,10 +278,11 @@ def check_refused(file: Path, reason: str, caplog) -> None:
 
 
 def test_a_bad_row_leaves_its_neighbours_in_force(places):
-    rows = (row(4, DIRECT), {**row(8, DIRECT), "config": {**asdict(DIRECT), "num_warps": 3}})
-    put(places["user"], make(SERVER, *rows))
+    bad = {**row(8, DIRECT), "config": {**asdict(DIRECT), "num_warps": 3}}
+    put(places["user"], make(SERVER, row(4, DIRECT), bad, row(16, RING)))
     assert choose(3).config == DIRECT
-    assert choose(8).config == default(8)
+    assert choose(8).config == default(8)  # not the next one's
+    assert choose(9).config == RING
 
 
 def test_a_file_that_is_cut_anywhere_never_raises(places):
@@ -367,6 +372,22 @@ def test_every_variant_that_a_table_brings_is_warmed(places, ms):
         tuned = {table.config_from(r["config"]).variant() for shape in made for r in shape["rows"]}
         assert met & tuned
     assert {config.variant() for config in select.tuned_configs(device)} == tuned
+
+
+def test_a_revision_covers_everything_that_a_kernel_is_made_of():
+    """Its own file and what that imports; and quantisation, unless it always does that itself."""
+    for kernel, sources in table.SOURCES.items():
+        reached, todo = set(), [f"{kernel}.py"] + ["quant.py"] * (kernel != "direct")
+        while todo:
+            name = todo.pop()
+            reached.add(name)
+            for node in ast.walk(ast.parse((table.KERNELS / name).read_text())):
+                if isinstance(node, ast.ImportFrom) and node.level:
+                    named = node.module or ""
+                    assert named, f"{name}: from . import hides what is imported"
+                    todo += [f"{named}.py"] if f"{named}.py" not in reached else []
+        assert reached == set(sources), kernel
+    assert len(set(table.revisions().values())) == len(table.SOURCES)
 
 
 def test_saving_is_atomic_and_merging_keeps_what_still_holds(places):
