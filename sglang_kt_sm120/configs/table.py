@@ -137,8 +137,8 @@ def parse(text: str, device=None) -> Table:
 
     Args:
         text: The file's content.
-        device: The `select.Device` that it shall serve, for the limits of shared memory and the
-            tensor-core instruction; None checks against the GPU that the table names.
+        device: The `select.Device` that it shall serve, for the limits of shared memory and of
+            its instructions; None checks against the GPU that the table names.
 
     Raises:
         BadTable: Not JSON, another schema, a missing key, a value of the wrong kind, or Ms that do
@@ -170,7 +170,6 @@ def _table(data: dict, device) -> Table:
         if not isinstance(gpu[key], kind):
             raise BadTable(f"gpu.{key} is {gpu[key]!r}")
     limit = device.shared_bytes if device is not None else gpu["shared_bytes"]
-    mma = device.mma if device is not None else None
     shapes: dict[tuple[int, int, str], tuple[Row, ...]] = {}
     refused: list[str] = []
     for shape in data["shapes"]:
@@ -186,7 +185,7 @@ def _table(data: dict, device) -> Table:
                 raise BadTable(f"N={n} K={k}: M={m!r} after {before}; Ms must rise")
             before = m
             try:
-                rows.append(_row(row, k, data["kernels"], limit, mma))
+                rows.append(_row(row, k, data["kernels"], limit, device))
             except BadTable as error:
                 refused.append(f"N={n} K={k} M={m}: {error}")
                 rows.append(Row(m, None))
@@ -201,7 +200,7 @@ def _positive(value) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
-def _row(row: dict, k: int, kernels: dict, limit: int, mma: str | None) -> Row:
+def _row(row: dict, k: int, kernels: dict, limit: int, device) -> Row:
     backend, config = row["backend"], row["config"]
     if backend is None:
         return Row(row["m"], None)
@@ -217,8 +216,10 @@ def _row(row: dict, k: int, kernels: dict, limit: int, mma: str | None) -> Row:
     needs = max(shared_bytes(made), recorded if isinstance(recorded, int) else 0)
     if needs > limit:
         raise BadTable(f"needs {needs} bytes of shared memory, this GPU has {limit} per block")
-    if made.unit_scaled and mma not in (None, "block_scale"):
+    if device is not None and made.unit_scaled and device.mma != "block_scale":
         raise BadTable("a block-scaled configuration, and this GPU takes plain FP8")
+    if made.block_m < getattr(device, "tokens", 0):
+        raise BadTable(f"this Triton has no product with {made.block_m} tokens")
     if kernels.get(made.kernel) != revision(made.kernel):
         raise BadTable(f"the {made.kernel} kernel has changed since it was tuned; tune again")
     return Row(row["m"], backend, made)

@@ -277,6 +277,13 @@ def check_refused(file: Path, reason: str, caplog) -> None:
     assert "heuristic serves" in warnings[0]
 
 
+def test_a_tile_that_this_triton_cannot_make_is_refused():
+    old = dataclasses.replace(devices.describe(SERVER), tokens=16)
+    parsed = table.parse(json.dumps(make(SERVER, row(4, DIRECT), row(64, RING))), old)
+    assert [r.backend for r in parsed.shapes[N, K, "bfloat16"]] == [None, "triton"]
+    assert "no product with 8 tokens" in parsed.refused[0]
+
+
 def test_a_bad_row_leaves_its_neighbours_in_force(places):
     bad = {**row(8, DIRECT), "config": {**asdict(DIRECT), "num_warps": 3}}
     put(places["user"], make(SERVER, row(4, DIRECT), bad, row(16, RING)))

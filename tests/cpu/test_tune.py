@@ -233,6 +233,16 @@ def test_time_ends_a_run_and_the_next_goes_on(places):
     assert third.calls == []
 
 
+def test_a_search_that_the_clock_cut_short_is_done_again(places):
+    bench = Bench(plant(("unroll", 1)))
+    outcome, cases = search(bench, budget=1.0)
+    assert (outcome.ended, [case["effort"] for case in cases.values()]) == ("done", ["cut"])
+    tried = cases["2112,7168,4"]["tried"]
+    search(Bench(plant(("unroll", 1))), cases=cases)
+    assert cases["2112,7168,4"]["effort"] == "full"
+    assert cases["2112,7168,4"]["tried"] > tried
+
+
 def test_a_case_has_its_share_of_the_time_and_compiling_is_not_counted(places):
     bench = Bench(plant(("unroll", 1)))
     search(bench)
