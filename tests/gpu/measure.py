@@ -24,7 +24,7 @@ sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parent)]
 
 import stock  # noqa: E402
 
-from sglang_kt_sm120 import bench, heuristic, shapes  # noqa: E402
+from sglang_kt_sm120 import bench, heuristic, host, shapes  # noqa: E402
 
 EMULATED_FROM = 32  # rows from which Hopper's emulation of FP8 mma bounds the SM120 lowering
 #: What might be better at 9 to 16 rows: a variant and how many of its programs an SM takes.
@@ -86,6 +86,9 @@ def candidates(rows):
         listed.append(bench.stock(stock.Stock(module)))
         listed.append(bench.stock(stock.Stock(module, tuned=True), "stock, tuned for H200"))
     listed += bench.libraries(without={"cutile", "b12x"})  # for SM12x, or of other numbers
+    functions = host.linear_functions()  # where a real sglang imports
+    if "deepgemm" in functions:
+        listed.append(bench.host_linear("deepgemm path of sglang", *functions["deepgemm"]))
     listed.append(bench.streaming_read(16 * device.sm_count))
     if rows <= 16:
         listed.append(behind_plain(ours))
