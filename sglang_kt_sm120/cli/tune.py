@@ -251,7 +251,8 @@ def _print(done: dict[str, Any], stock: bool) -> None:
             f"{case['us']:.2f}", f"{gain:.1%}" if gain > 0 else "", escape(brief),
         )  # fmt: skip
     out.print(shown)
-    finished, of = len(done["cases"]), done["of"]
+    finished = sum(case.get("effort") != "cut" for case in done["cases"])
+    of = done["of"]
     if finished < of:
         why = {"budget": "the time is up", "interrupted": "interrupted"}.get(done["ended"], "")
         more = "run the same command again to go on"

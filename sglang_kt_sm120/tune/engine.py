@@ -189,6 +189,8 @@ class Tuner:
                 continue
             cases[key(shape.n, shape.k, m)] = found
             save()
+            if found["effort"] == "cut":
+                outcome.ended = "budget"
         return outcome
 
     def _done(self, cases: dict[str, dict], shape, m: int) -> bool:

@@ -236,7 +236,7 @@ def test_time_ends_a_run_and_the_next_goes_on(places):
 def test_a_search_that_the_clock_cut_short_is_done_again(places):
     bench = Bench(plant(("unroll", 1)))
     outcome, cases = search(bench, budget=1.0)
-    assert (outcome.ended, [case["effort"] for case in cases.values()]) == ("done", ["cut"])
+    assert (outcome.ended, [case["effort"] for case in cases.values()]) == ("budget", ["cut"])
     tried = cases["2112,7168,4"]["tried"]
     search(Bench(plant(("unroll", 1))), cases=cases)
     assert cases["2112,7168,4"]["effort"] == "full"
@@ -512,6 +512,61 @@ def test_no_configuration_for_stock_exceeds_the_card():
         for config in listed:
             block_m, block_n, block_k, _, _, stages = config.values
             assert (stages - 1) * (block_m + block_n) * block_k <= 101376
+
+
+# ---------------------------------------------------------------- on a GPU that is not here
+
+
+@pytest.mark.parametrize(("real", "stand_in"), [((12, 0), False), ((9, 0), True)])
+def test_what_is_timed_is_what_is_served(monkeypatch, real, stand_in):
+    """The stopwatch gets our kernels as serving launches them, on the operands of bench."""
+    pytest.importorskip("triton")
+    from sglang_kt_sm120 import bench as timing
+    from sglang_kt_sm120 import op
+    from sglang_kt_sm120.backends import triton as backend
+    from sglang_kt_sm120.tune import gpu
+
+    seen, planned = [], []
+
+    def make_cases(listed, rows, where, dtype):
+        (layer,), (m,) = listed, rows
+        x = torch.randn(m, layer.k).to(dtype)
+        yield timing.Case(layer.name, m, layer.n, layer.k, x, [], [], torch.zeros(1))
+
+    def time_case(case, candidates, *, rounds, graph_us):
+        seen.append((case, rounds, graph_us))
+        for candidate in candidates:
+            candidate.prepare(case)
+        return [timing.Record("x", case.n, case.k, case.m, c.name, us=5.0) for c in candidates]
+
+    given = dataclasses.replace(DEVICE, capability=real)
+    monkeypatch.setattr(devices, "device", lambda index: given)
+    monkeypatch.setattr(devices, "_real_capability", lambda index: real)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: real)
+    monkeypatch.setattr(op, "counters_for", lambda n, k, where: torch.ones(8, 640))
+    monkeypatch.setattr(op, "prove_cutlass", lambda *a, every: limits.Known(("sglang_jit",)))
+    monkeypatch.setattr(timing, "make_cases", make_cases)
+    monkeypatch.setattr(timing, "time_case", time_case)
+    monkeypatch.setattr(backend, "plan", lambda config, n, k, **o: planned.append((config, o)))
+    bench = gpu.GpuBench(0, torch.bfloat16)
+    assert gpu.is_stand_in(0) == stand_in
+    old = bench.default(SHAPES[1], 4)
+    assert old.config == heuristic.config_for(heuristic.Case(4, 4096, 7168), given)
+    assert bench.others(SHAPES[1], 4) == ([] if stand_in else [CUTLASS])
+    for m, arch in ((4, "sm120"), (16, "sm120"), (64, None), (1024, None)):
+        old = bench.default(SHAPES[1], m)
+        (timed,) = bench.time(SHAPES[1], m, [old], rounds=3, graph_us=500.0)
+        assert timed == Timing(5.0, None, "")
+        expected = {"arch": arch if stand_in else None, "pdl": True}
+        assert planned[-1] == (old.config, expected)
+        if m <= 64:  # what is compiled ahead is what is launched
+            assert gpu.arch_of_variant(0, old.config) == expected["arch"]
+        assert seen[-1][0].counters.numel() == 640
+        assert seen[-1][0].every == (1 if m <= 512 else 17)
+    bench.time(SHAPES[1], 1024, [old], rounds=3, graph_us=500.0)
+    assert seen[-1][0] is seen[-2][0]  # the same operands
+    bench.time(SHAPES[1], 1024, [old], rounds=3, graph_us=500.0, fresh=True)
+    assert seen[-1][0] is not seen[-2][0]
 
 
 # ---------------------------------------------------------------- the command
