@@ -6,7 +6,7 @@ BIN   := $(VENV)/bin
 ARGS  ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help test test-hosts test-newest lint fmt demo capture-graphs doctor wheel docs patches-check clean
+.PHONY: help test test-hosts test-newest lint fmt demo capture-graphs doctor wheel docs patches-check cutlass-aot clean
 
 help: ## List the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -42,6 +42,9 @@ demo: $(BIN)/.ready ## Show the crash of the real sglang-kt, and the plugin's an
 
 patches-check: $(BIN)/.ready ## Apply every patch to its release and run the patched trees (minutes)
 	$(BIN)/python -m tests.hosts.patches_check $(ARGS)
+
+cutlass-aot: $(BIN)/.ready ## Build the host's CUTLASS kernels for sm_120a and look into shipped ones (minutes; needs nvcc)
+	$(BIN)/python -m tests.hosts.cutlass_aot $(ARGS)
 
 capture-graphs: ## Capture, replay and compare CUDA graphs on this machine's GPU
 	@if python -c 'import os, sys, torch; sys.exit(not (os.environ.get("VIRTUAL_ENV") or os.environ.get("CONDA_PREFIX")) or not torch.version.cuda)' 2>/dev/null; then py=python; else $(MAKE) -s $(BIN)/.ready; py=$(BIN)/python; fi; \

@@ -64,6 +64,8 @@ class Kernel:
         tile: tokens x features x K of one thread block.
         schedule: CUTLASS's, with "Stream-K" where its scheduler is.
         output: bfloat16 or float16.
+        activation_scales: "along M" or "along K": where they have stride 1.
+        weight_scales: "along N" or "along K".
         registers: Per thread. stack: bytes per thread. spills: LDL and STL instructions.
         mma: Tensor-core instructions by name.
     """
@@ -72,6 +74,8 @@ class Kernel:
     tile: str
     schedule: str
     output: str
+    activation_scales: str
+    weight_scales: str
     registers: int
     stack: int
     spills: int
@@ -97,7 +101,7 @@ def sglang_jit(name: str, version: str, headers: str) -> Callable[[Path], list[P
         lab._build("common", lab._common, lab.show)
         flags = ["-std=c++20", "-O3", "--expt-relaxed-constexpr", "--expt-extended-lambda",
                  "-DCUTE_USE_PACKED_TUPLE=1", "-DCUTLASS_ENABLE_TENSOR_CORE_MMA=1",
-                 "-DCUTLASS_VERSIONS_GENERATED"]  # fmt: skip
+                 "-DCUTLASS_VERSIONS_GENERATED", "-DSGL_CUDA_ARCH=1200"]  # fmt: skip
         includes = [include, *_cutlass(headers), lab.ROOT / "common/tvm_ffi/include"]
         return [_nvcc(unit, flags, includes)]
 
@@ -240,9 +244,12 @@ def read(subject: str, cubin: Path) -> Iterator[Kernel]:
             r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\d+\s+)?([A-Z][A-Z0-9_.]*)", section, re.M
         ))  # fmt: skip
         registers, stack = resources[name[0]]
+        described = signature(_run("c++filt", "-r", name[0]))
+        if described is None:
+            continue
         yield Kernel(
             subject,
-            **signature(_run("c++filt", "-r", name[0])),
+            **described,
             registers=registers,
             stack=stack,
             spills=sum(n for op, n in counts.items() if op.partition(".")[0] in ("LDL", "STL")),
@@ -250,27 +257,45 @@ def read(subject: str, cubin: Path) -> Iterator[Kernel]:
         )
 
 
-def signature(demangled: str) -> dict[str, str]:
-    """Return tile, schedule and output type of a kernel, from its demangled name.
+SHAPE = re.compile(
+    r"KernelTmaWarpSpecialized(\w+?)BlockwiseScalingSm120<.*?> ?>, cute::tuple<cute::C<(\d+)>, "
+    r"cute::C<(\d+)>, cute::C<(\d+)> ?>"
+)
+#: A layout of scales: rows (or columns) to a scale, 128 of K to a scale, and the stride along the
+#: first, which is 1 or not known before run time.
+SCALES = re.compile(
+    r"cute::Layout<cute::tuple<cute::tuple<cute::C<(\d+)>, int>, cute::tuple<cute::C<128>, int>, "
+    r"int>, cute::tuple<cute::tuple<cute::C<0>, (cute::C<1>|int)"
+)
+OUTPUT = re.compile(r"CollectiveEpilogue<.*?cutlass::(bfloat16|half)_t")
+
+
+def signature(demangled: str) -> dict[str, str] | None:
+    """Return tile, schedule, layout of the scales and output type, from a kernel's demangled name.
+
+    None for a kernel with one activation scale per 128 rows, which FlashInfer has too.
 
     The tile is given as tokens x features: where the weight stands first (its scales then have 128
     rows to a block, a token's have one), CUTLASS's own order is turned round.
     """
-    found = re.search(
-        r"KernelTmaWarpSpecialized(\w+?)BlockwiseScalingSm120<.*?> ?>, cute::tuple<cute::C<(\d+)>, "
-        r"cute::C<(\d+)>, cute::C<(\d+)> ?>.*?cute::Layout<cute::tuple<cute::tuple<cute::C<(\d+)>",
-        demangled,
-    )
-    if found is None:
+    shape, output = SHAPE.search(demangled), OUTPUT.search(demangled)
+    layouts = SCALES.findall(demangled)
+    if shape and output and {rows for rows, _ in layouts} == {"128"}:
+        return None
+    if shape is None or output is None or {rows for rows, _ in layouts} != {"1", "128"}:
         raise Failure(f"a kernel of another make: {demangled[:200]}")
-    schedule, m, n, k, granularity = found.groups()
-    if granularity == "128":
+    schedule, m, n, k = shape.groups()
+    if layouts[0][0] == "128":
         m, n, schedule = n, m, f"{schedule}, weight first"
     if "StreamKScheduler" in demangled:
         schedule += ", Stream-K"
-    output = re.search(r"CollectiveEpilogue<.*?cutlass::(bfloat16|half)_t", demangled)
-    kind = {"bfloat16": "bfloat16", "half": "float16"}[output[1]] if output else "?"
-    return {"tile": f"{m}x{n}x{k}", "schedule": schedule.lower(), "output": kind}
+    return {
+        "tile": f"{m}x{n}x{k}",
+        "schedule": schedule.lower(),
+        "output": {"bfloat16": "bfloat16", "half": "float16"}[output[1]],
+        "activation_scales": "along K" if dict(layouts)["1"] == "int" else "along M",
+        "weight_scales": "along K" if dict(layouts)["128"] == "int" else "along N",
+    }
 
 
 def failures(kernels: list[Kernel]) -> list[str]:
@@ -290,6 +315,27 @@ def _run(*command) -> str:
     if result.returncode:
         raise Failure(f"{command[0]}: {result.stderr[-400:]}")
     return result.stdout
+
+
+def markdown(kernels: list[dict]) -> str:
+    """Return the table of docs/cutlass.md, the bf16 rows of a record."""
+    lines = ["| kernel | tile | schedule | activation scales | registers | stack | spills | mma |",
+             "|---|---|---|---|---|---|---|---|"]  # fmt: skip
+    for row in kernels:
+        if row["output"] == "bfloat16":
+            mma = ", ".join(f"{count} {op}" for op, count in row["mma"].items())
+            lines.append(
+                f"| {row['subject']} | {row['tile']} | {row['schedule']} | "
+                f"{row['activation_scales']} | {row['registers']} | {row['stack']} | "
+                f"{row['spills']} | {mma} |"
+            )
+    return "\n".join(lines)
+
+
+def _nvcc_version() -> str | None:
+    nvcc = shutil.which("nvcc")
+    found = re.search(r"release (\S+), (\S+)", _run(nvcc, "--version")) if nvcc else None
+    return found[2] if found else None
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -318,17 +364,20 @@ def main(arguments: list[str] | None = None) -> int:
                 found, wrong[name] = [], [str(error)]
             rows += sorted(found, key=lambda kernel: (kernel.tile, kernel.schedule, kernel.output))
             progress.advance(task)
-    table = Table("kernel", "tile", "schedule", "output", "registers", "stack", "spills", "mma")
+    table = Table("kernel", "tile", "schedule", "output", "scales", "registers", "stack", "spills",
+                  "mma")  # fmt: skip
     for row in rows:
         mma = " ".join(f"{n} {op}" for op, n in row.mma.items())
-        table.add_row(row.subject, row.tile, row.schedule, row.output, str(row.registers),
+        table.add_row(row.subject, row.tile, row.schedule, row.output,
+                      f"{row.activation_scales}, {row.weight_scales}", str(row.registers),
                       str(row.stack), str(row.spills), mma)  # fmt: skip
     Console(width=160).print(table)
     faults = [f"{name}: {text}" for name, texts in wrong.items() for text in texts]
     for fault in faults:
         console.print(fault, style="red", markup=False)
     if chosen.json:
-        record = {"schema": 1, "ok": not faults, "kernels": [asdict(row) for row in rows]}
+        record = {"schema": 1, "ok": not faults, "nvcc": _nvcc_version(),
+                  "kernels": [asdict(row) for row in rows]}  # fmt: skip
         chosen.json.write_text(json.dumps(record, indent=1) + "\n")
     return 1 if faults else 0
 
