@@ -8,6 +8,7 @@ function, over the six keys that the files have.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -79,8 +80,8 @@ def launched_with(function: Callable, config: dict[str, int]) -> Iterator[None]:
     Raises:
         RuntimeError: This host's launcher is not as in any release that is known here.
     """
-    launcher = function.__globals__.get(LAUNCHER)
-    names = getattr(launcher, "__globals__", {})
+    launcher = inspect.unwrap(function).__globals__.get(LAUNCHER)
+    names = getattr(launcher and inspect.unwrap(launcher), "__globals__", {})
     if LOOKUP not in names:
         raise RuntimeError(f"this sglang's {LAUNCHER} does not ask {LOOKUP}: nothing to tune here")
     before = names[LOOKUP]
