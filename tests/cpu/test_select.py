@@ -103,6 +103,20 @@ def test_forcing(monkeypatch):
         select.choose(select.Problem(4, 128, 128), select.Device("cpu", (0, 0), 0, cuda=False))
 
 
+def test_a_forced_cutlass_that_was_struck_off_names_every_reason(monkeypatch):
+    monkeypatch.setenv(env.BACKEND.name, "cutlass")
+    struck = tuple((name, f"RuntimeError: {number}") for number, name in enumerate(limits.NAMES))
+    problem, device = select.Problem(4, 4096, 7168), devices.describe(NAMES[0])
+    with pytest.raises(select.NoBackend) as refused:
+        select.choose(problem, device, limits.Known(struck=struck))
+    for name, why in struck:
+        assert f"{name}: {why}" in str(refused.value)
+    for word in ("BACKEND=cutlass cannot serve m=4 n=4096 k=7168", "flashinfer_trtllm", "UE8M0"):
+        assert word in str(refused.value)
+    with pytest.raises(select.NoBackend, match="Stream-K"):
+        select.choose(dataclasses.replace(problem, deterministic=True), device, PROVEN)
+
+
 def test_disabling(monkeypatch):
     device, problem = devices.describe(NAMES[0]), select.Problem(4, 4096, 7168)
     monkeypatch.setenv(env.DISABLED_BACKENDS.name, "triton")

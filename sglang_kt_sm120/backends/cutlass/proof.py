@@ -46,8 +46,9 @@ def judge(
     """
     try:
         with torch.inference_mode():
+            layer = _layer(n, k, device)
             for m in PROBE_MS:
-                why = _compare(product, limits.BY_NAME[name], device, m, n, k, dtype, arch)
+                why = _compare(product, limits.BY_NAME[name], layer, m, dtype, arch)
                 if why:
                     return why
             return None
@@ -55,16 +56,24 @@ def judge(
         return describe(error)
 
 
-def _compare(product, kernel: limits.Kernel, device, m: int, n: int, k: int, dtype, arch):
-    from sglang_kt_sm120 import kernels
+def _layer(n: int, k: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a weight of all e4m3 values but NaN, and scales; built in parts, to spare memory."""
+    generator = torch.Generator(device).manual_seed(0)
+    weight = torch.empty((n, k), dtype=torch.uint8, device=device)
+    for part in weight.split(CHUNK):
+        part.random_(0, 256, generator=generator)
+        part.masked_fill_((part & 0x7F) == 0x7F, 0)
+    scale = torch.rand(n // 128, k // 128, device=device, generator=generator) + 0.1
+    return weight.view(torch.float8_e4m3fn), scale / (448 * k**0.5)
 
+
+def _compare(product, kernel: limits.Kernel, layer, m: int, dtype, arch) -> str | None:
+    from sglang_kt_sm120 import kernels  # wants triton, which a machine without a GPU may lack
+
+    weight, scale = layer
+    (n, k), device = weight.shape, weight.device
     generator = torch.Generator(device).manual_seed(m)
     x = torch.randn(m, k, device=device, generator=generator).to(dtype)
-    weight = torch.randint(0, 256, (n, k), device=device, generator=generator, dtype=torch.uint8)
-    weight[(weight & 0x7F) == 0x7F] = 0  # the two NaNs of e4m3
-    weight = weight.view(torch.float8_e4m3fn)
-    scale = torch.rand(n // 128, k // 128, device=device, generator=generator) + 0.1
-    scale /= 448 * k**0.5
     rows = kernel.padded(m)
     codes, scales = kernels.quantise(
         x, column_major=kernel.column_major, rows=rows, options={"arch": arch} if arch else {}
