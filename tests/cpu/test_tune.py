@@ -374,6 +374,24 @@ def test_a_variant_is_compiled_and_judged_for_a_card_that_is_not_here():
     assert "error" in compiling.compile_one(broken, 2112, (12, 0), None, True, "bfloat16")
 
 
+def test_processes_compile_ahead_and_are_asked_once():
+    pytest.importorskip("triton")
+    from sglang_kt_sm120.tune import compiling
+
+    builds = compiling.Compilers(DEVICE, (12, 0), lambda variant: None, True, "bfloat16", jobs=1)
+    try:
+        builds.ask([heuristic.NARROW8, heuristic.NARROW8], 2112)
+        builds.ask([heuristic.NARROW8], 4096)
+        assert builds.need(heuristic.NARROW8, 2112) == heuristic.RESOURCES[heuristic.NARROW8]
+        assert builds.progress() == (1, 1)
+        assert builds.waited > 0
+        before = builds.waited
+        builds.need(heuristic.NARROW8, 4096)
+        assert builds.waited == before
+    finally:
+        builds.close()
+
+
 def test_a_state_of_something_else_starts_over(places):
     head = results.header(DEVICE, "bfloat16", stand_in=False)
     file = results.state_file(RTX, "bfloat16")
