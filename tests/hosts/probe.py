@@ -134,6 +134,7 @@ def run(scenario: dict) -> dict:
     result["layers"] = [
         _layer(LAYER | layer, scenario, fp8, fp8_utils) for layer in scenario["layers"]
     ]
+    result["cutlass"] = _offered()
     result["log"] = log.lines
     result["modules"] = sorted({"deep_gemm", "sglang_kt_sm120"} & set(sys.modules))
     result["seconds"] = round(time.monotonic() - started, 1)
@@ -250,6 +251,18 @@ def _load(layer: dict, device: str, fp8, result: dict, fp8_utils):
         module.weight_scale.data.fill_(1e-4)
     method.process_weights_after_loading(module)
     return method, module
+
+
+def _offered() -> dict | None:
+    """What the plugin took of the host's CUTLASS, where the plugin is here and loaded that part."""
+    cutlass = sys.modules.get("sglang_kt_sm120.backends.cutlass")
+    if cutlass is None:
+        return None
+    product = cutlass.libraries._offered.get("sglang_jit")
+    return {
+        "default": cutlass._host_kernel,
+        "jit": None if product is None else f"{product.__module__}.{product.__name__}",
+    }
 
 
 def _copies(module):
