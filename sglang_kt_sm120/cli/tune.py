@@ -265,6 +265,8 @@ def _print(done: dict[str, Any], stock: bool) -> None:
         )
     for failure in done["failures"]:
         err.print(f"[red]not tuned:[/] {escape(failure)}")
+    if any("OutOfMemoryError" in failure for failure in done["failures"]):
+        err.print("is a server running on this GPU? Stop it first: it takes memory, and time")
     for name in ("table", "state", "picture", "share"):
         if done.get(name):
             out.print(f"{name}: {escape(str(done[name]))}", soft_wrap=True)

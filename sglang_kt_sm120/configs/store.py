@@ -139,7 +139,18 @@ def trouble(device) -> str | None:
 
 @functools.cache
 def _tables(user: Path | None, device) -> tuple[Found, ...]:
-    """Read every table that applies to `device`; cached, so that a process reads each file once."""
+    """Return `_find`'s answer, the same for the life of the process: each file is read once."""
+    try:
+        found = _find(user, device)
+        _announce(found, device)
+    except Exception as error:  # ours must not take a server down: no table it is
+        _refuse(user or HERE, f"{type(error).__name__}: {error}")
+        return ()
+    return tuple(found)
+
+
+def _find(user: Path | None, device) -> list[Found]:
+    """Read every table that applies to `device`, in the order in which they are asked."""
     found: list[Found] = []
     if user is not None and user.exists():
         try:
@@ -156,6 +167,11 @@ def _tables(user: Path | None, device) -> tuple[Found, ...]:
                 continue
             if relation(shipped, device) == kind:
                 found.append(Found(kind, file, shipped))
+    return found
+
+
+def _announce(found: list[Found], device) -> None:
+    """Log what was found, once, or how to come by a table."""
     for item in found:
         for reason in item.table.refused[:1]:
             more = len(item.table.refused) - 1
@@ -167,7 +183,6 @@ def _tables(user: Path | None, device) -> tuple[Found, ...]:
         logger.info("sglang-kt-sm120: %s %s, digest %s", item.kind, item.title(), digest)
     if not found:
         logger.info("sglang-kt-sm120: %s", offer(device.name))
-    return tuple(found)
 
 
 def offer(name: str) -> str:
@@ -181,14 +196,10 @@ def offer(name: str) -> str:
 def tables(device) -> tuple[Found, ...]:
     """Return the tables that apply to a `select.Device`, the first to ask first. Never raises."""
     try:
-        try:
-            user = user_file(device.name)
-        except RuntimeError:  # no home folder
-            user = None
-        return _tables(user, device)
-    except OSError as error:
-        _refuse(HERE, error)
-        return ()
+        user = user_file(device.name)
+    except RuntimeError:  # no home folder
+        user = None
+    return _tables(user, device)
 
 
 def forget() -> None:

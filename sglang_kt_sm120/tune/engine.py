@@ -35,6 +35,8 @@ NEAR_ROUNDS = 2
 COARSE = {"rounds": 3, "graph_us": 500.0}
 FINE = {"rounds": 5, "graph_us": 1500.0}
 CONFIRM = {"rounds": 15, "graph_us": 2000.0}
+QUICK_FINE = {"rounds": 3, "graph_us": 500.0}
+QUICK_CONFIRM = {"rounds": 9, "graph_us": 1000.0}
 #: Seconds that one (shape, M) may take before its search moves on to the final rounds.
 CASE_SECONDS = 7.0
 QUICK_SECONDS = 1.2
@@ -154,6 +156,7 @@ class Tuner:
         self.clock, self.notify = clock, notify
         self.end = (clock() if started is None else started) + budget
         self.seconds = QUICK_SECONDS if quick else CASE_SECONDS
+        self.fine, self.confirm = (QUICK_FINE, QUICK_CONFIRM) if quick else (FINE, CONFIRM)
         #: (n, k, class of M) -> configurations by rising time, of the last M searched there.
         self.ranked: dict[tuple[int, int, int], list[heuristic.Config]] = {}
 
@@ -184,6 +187,8 @@ class Tuner:
             except KeyboardInterrupt:
                 outcome.ended = "interrupted"
                 break
+            except Exception as error:  # one case (its memory, say) must not end the run
+                found = {"failure": f"{type(error).__name__}: {error}"}
             if "failure" in found:
                 outcome.failures.append(f"N={shape.n} K={shape.k} M={m}: {found['failure']}")
                 continue
@@ -249,7 +254,7 @@ class Tuner:
     def _coarse(self, shape, m: int, pruned: dict[str, int]) -> Iterator[Contender]:
         """Yield the configurations to try, those that were good at a neighbouring M first."""
         seeds = self.ranked.get((shape.n, shape.k, space.row_class(m)), [])
-        for config in seeds[:BATCH]:
+        for config in seeds[: QUICK_VARIANTS if self.quick else BATCH]:
             yield Contender("triton", config)
         for variant in self._variants(m):
             need = self.builds.need(variant, shape.n)
@@ -295,7 +300,7 @@ class Tuner:
         effort = "quick" if self.quick else "cut" if self.clock() >= self.end else "full"
         finalists = [c for c in good if c != old][:FINALISTS]
         self._say("fine", len(times), len(times))
-        _, *rest = self._against(shape, m, old, finalists, FINE)
+        _, *rest = self._against(shape, m, old, finalists, self.fine)
         final = {c: r for c, r in zip(finalists, rest, strict=True) if r is not None}
         record = {
             "name": shape.name, "n": shape.n, "k": shape.k, "m": m,
@@ -309,7 +314,7 @@ class Tuner:
         # The best of ours as well, for the heuristic's distance from it.
         best_of_ours = next((c for c in sorted(final, key=final.get) if c.backend == "triton"), old)
         last = list(dict.fromkeys([*defaults, winner or old, best_of_ours]))
-        timings = self._time(shape, m, last, CONFIRM, fresh=True)
+        timings = self._time(shape, m, last, self.confirm, fresh=True)
         known = {c: t for c, t in zip(last, timings, strict=True) if t.us is not None}
         if old not in known:
             return {"failure": f"{old.backend}, on fresh data: {timings[0].note}"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
 from collections.abc import Callable, Sequence
 
 import torch
@@ -68,6 +69,8 @@ class GpuBench:
         self.device = device(index)
         self.pdl = env.PDL.get()
         self._case: bench.Case | None = None
+        # Older torch collects garbage before each capture: not through all of torch and Triton.
+        gc.freeze()
 
     def time(
         self,

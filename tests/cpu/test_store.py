@@ -317,6 +317,13 @@ def test_an_unreadable_place_serves_by_the_heuristic(monkeypatch):
     assert choose(4).evidence == "heuristic"
 
 
+def test_a_mistake_of_ours_is_no_crash_of_the_server(places, monkeypatch, caplog):
+    put(places["user"], make(SERVER, row(4, DIRECT)))
+    monkeypatch.setattr(store, "read", lambda *_: {}["missing"])
+    assert choose(4).evidence == choose(8).evidence == "heuristic"
+    assert caplog.text.count("KeyError: 'missing'") == 1
+
+
 def raise_no_home(self):
     raise RuntimeError("Could not determine home directory.")
 

@@ -188,6 +188,18 @@ def test_an_old_one_that_is_wrong_is_reported_and_nothing_written(places):
     assert outcome.failures == ["N=2112 K=7168 M=4: triton: wrong result, not timed"]
 
 
+def test_a_case_that_fails_does_not_end_the_run(places):
+    usual = plant(("unroll", 1))
+
+    def cost(contender, shape, m, fresh):
+        full = shape.n == 2112
+        return torch.OutOfMemoryError("CUDA out of memory") if full else usual(contender, *[0] * 3)
+
+    outcome, cases = search(Bench(cost), layers=SHAPES)
+    assert list(cases) == ["4096,7168,4"]
+    assert outcome.failures == ["N=2112 K=7168 M=4: OutOfMemoryError: CUDA out of memory"]
+
+
 def test_what_fails_a_gate_is_never_timed(places):
     builds = Builds(lambda v: "spills registers" if v.num_warps == 8 else None)
     bench = Bench(plant(("num_warps", 8), ("block_n", 128)))
@@ -323,6 +335,13 @@ def test_events_say_where_a_run_stands(places):
     assert all(event.total == 4 for event in events)
     assert events[-1].ratio == pytest.approx(0.8)
     assert "direct" in events[-1].best
+
+
+def test_the_ms_of_a_run():
+    assert sorted(tune.MS) == [
+        1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024, 2048, 4096, 8192,
+    ]  # fmt: skip
+    assert sorted(tune.QUICK_MS) == [1, 4, 16, 64, 1024, 4096]
 
 
 @pytest.mark.parametrize("m", tune.MS)
@@ -672,6 +691,8 @@ def test_the_command_says_what_is_wrong(card, places, monkeypatch, tmp_path):
     card.bench.cost = lambda *_: "wrong result, not timed"
     result = command("--shape", "2112,7168", "--m", "4", code=1)
     assert "not tuned: N=2112 K=7168 M=4" in " ".join(result.stderr.split())
+    card.bench.cost = lambda *_: torch.OutOfMemoryError("CUDA out of memory")
+    assert "Stop it first" in command("--shape", "2112,7168", "--m", "4", code=1).stderr
     assert not store.user_file(RTX).exists()
     monkeypatch.setenv(env.BACKEND.name, "triton")
     assert "unset it to tune" in " ".join(command(code=1).stderr.split())
