@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sglang_kt_sm120 import select, shapes, warm
+from sglang_kt_sm120 import select, shapes, variants
 from sglang_kt_sm120.backends import triton as backend
 
 
@@ -62,8 +62,9 @@ def compile_only(capability: tuple[int, int]) -> Iterator[None]:
 def compile_all(
     linears: list[shapes.Linear], device: select.Device, arch: str | None, pdl: bool,
     target: tuple[int, int] | None = None, dtype: torch.dtype = torch.bfloat16, jobs: int = 1,
+    deterministic: tuple[bool, ...] = (False, True),
 ) -> Iterator[tuple[int, int, Compiled]]:  # fmt: skip
-    """Compile every kernel variant that these layers can meet on `device`.
+    """Compile every kernel variant that a server with these layers compiles on `device`.
 
     Args:
         linears: The layers, sharded as they will be served.
@@ -73,11 +74,22 @@ def compile_all(
         target: Compute capability to assemble for, where it is not the device's (tests).
         dtype: Of the activations.
         jobs: Compilations at a time.
+        deterministic: For serving without, and with, one K order for every M.
 
     Yields:
         (how many are done, how many there are, the latest) as each finishes.
     """
-    todo = _variants(linears, device, str(dtype).removeprefix("torch."))
+    todo = [
+        Compiled(met.problem.n, met.problem.k, met.problem.m, met.config)
+        for met in variants.met(
+            ((linear.n, linear.k) for linear in linears),
+            device,
+            dtype=str(dtype).removeprefix("torch."),
+            deterministic=deterministic,
+            # Layers make bf16 of quantised input; a server of fp16 models gets none.
+            prequantised=(False, True) if dtype is torch.bfloat16 else (False,),
+        )
+    ]
     with compile_only(target or device.capability), ThreadPoolExecutor(jobs) as pool:
         tasks = {pool.submit(_launch, item, arch, pdl, dtype): item for item in todo}
         for done, task in enumerate(as_completed(tasks), 1):
@@ -85,20 +97,11 @@ def compile_all(
             yield done, len(todo), tasks[task]
 
 
-def _variants(linears, device: select.Device, dtype: str) -> list[Compiled]:
-    found: dict[tuple, Compiled] = {}
-    for linear in shapes.unique(linears):
-        problem = select.Problem(1, linear.n, linear.k, dtype)
-        for m in warm.representatives(problem, device):
-            config = select.choose(select.Problem(m, linear.n, linear.k, dtype), device).config
-            # Triton specialises integers on divisibility by 16 and on being 1.
-            key = (config.variant(), linear.n % 16 == 0, m == 1)
-            found.setdefault(key, Compiled(linear.n, linear.k, m, config))
-    return list(found.values())
-
-
 def _launch(item: Compiled, arch: str | None, pdl: bool, dtype: torch.dtype) -> None:
-    """Go through the backend with tensors that are never read; their pages are never touched."""
+    """Go through the backend with tensors that are never read; their pages are never touched.
+
+    A variant that only quantised input meets takes the same kernel behind a quantisation.
+    """
     weight = torch.empty(item.n, item.k, dtype=torch.float8_e4m3fn)
     scale = torch.empty(-(-item.n // 128), item.k // 128)
     x = torch.empty(item.m, item.k, dtype=dtype)

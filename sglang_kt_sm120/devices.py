@@ -123,30 +123,35 @@ def device(index: int | None) -> select.Device:
         shared_bytes=getattr(properties, "shared_memory_per_block_optin", 101376),
         l2_bytes=properties.L2_cache_size,
     )
-    if described.mma == "block_scale" and not _lowers_block_scale(described):
-        described = dataclasses.replace(described, mma="plain")
-    return described
+    return as_this_triton_can(described)
 
 
-def _lowers_block_scale(device: select.Device) -> bool:
-    """True where this Triton makes block-scaled FP8 instructions for the device.
+def as_this_triton_can(device: select.Device) -> select.Device:
+    """Return `device` with what the installed Triton's compiler can do for it; a line where less.
 
-    Older ones lower `tl.dot_scaled` to f16 without a word; asked by compiling, not by version.
+    Older ones refuse 8-token tiles (3.4) and lower `tl.dot_scaled`, or FP8 altogether, to f16
+    without a word; asked by compiling, not by version. No Triton, or one that cannot compile for
+    the device at all, leaves it as it is: the first launch tells.
     """
-    from sglang_kt_sm120 import aot
-
-    reason = ""
     try:
-        native = aot.lowers_block_scale(f"sm_{device.capability[0]}{device.capability[1]}a")
-    except Exception as error:  # whatever this compiler says, plain FP8 is what is left
-        native, reason = False, f" ({type(error).__name__})"
-    if not native:
+        from sglang_kt_sm120.aot import compiling
+
+        can = compiling.features("sm_{}{}a".format(*device.capability))
+    except Exception as error:  # whatever stops a compiler: the launch that follows says it better
+        logger.debug("sglang-kt-sm120: Triton could not be asked what it can do: %s", error)
+        return dataclasses.replace(device, mma="plain")
+    if not can.fp8:
         logger.warning(
-            "sglang-kt-sm120: this Triton has no block-scaled FP8 for %s%s: prefill takes plain "
-            "FP8, at half the rate on GeForce; a newer triton would mend that",
-            device.name, reason,
+            "sglang-kt-sm120: this Triton has no FP8 instructions for %s and multiplies in f16: "
+            "right, and slower from 32 rows on; a newer triton would mend that", device.name,
         )  # fmt: skip
-    return native
+    if device.mma == "block_scale" and not can.block_scale:
+        logger.warning(
+            "sglang-kt-sm120: this Triton has no block-scaled FP8 for %s: prefill takes plain FP8, "
+            "at half the rate on GeForce; a newer triton would mend that", device.name,
+        )  # fmt: skip
+        device = dataclasses.replace(device, mma="plain")
+    return dataclasses.replace(device, tokens=can.tokens)
 
 
 def arch(index: int | None) -> str | None:

@@ -1,7 +1,8 @@
 """Which kernel and which schedule for a problem on a device: tables and one formula.
 
 Standard library only. A `problem` has m, n, k, prequantised and deterministic; a `device` has
-capability, sm_count and shared_bytes (per block, opt-in). Both are duck-typed.
+capability, sm_count and shared_bytes (per block, opt-in), and may have mma and tokens (see
+`select.Device`). Both are duck-typed.
 
 The tables say which kernel variant serves which rows; where each line comes from is in
 docs/kernels.md. The formula is *one exact wave*: a decode layer is split along K into as many
@@ -12,7 +13,6 @@ which `aot` re-measures and a test compares.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 GROUP = 128  # columns of K per activation scale; rows and columns per weight scale
@@ -76,7 +76,7 @@ FIXED16 = Config("pipelined", 16, 64, num_warps=4, num_stages=3, fused=True, swa
 FIXED32 = replace(FIXED16, block_m=32, fused=False)
 FIXED64 = replace(FIXED16, block_m=64, fused=False)
 FIXED_LARGE = Config("tiled", 64, 128, num_warps=8, num_stages=3, split_order=1)
-FIXED_PROGRAMS = 256  # programs aimed at, whatever the device
+FIXED_PROGRAMS = 512  # programs aimed at, whatever the device: two on each SM of the largest card
 
 # From ahead-of-time compilation for sm_120a (Triton 3.6.0 and its ptxas), bf16, dependent launch.
 RESOURCES = {
@@ -148,6 +148,8 @@ def _split(variant: Config, problem, device, per_sm: float) -> Config:
 
 def _up_to_8(problem, device) -> Config:
     """Few programs that request much for small layers, more of them for large ones."""
+    if getattr(device, "tokens", 8) > 8:  # this Triton has no product with 8 tokens
+        return _up_to_16(problem, device)
     if problem.prequantised:
         return _split(WIDE16, problem, device, 2.5)
     if problem.n * problem.k > 50_000_000:
@@ -177,7 +179,14 @@ def _up_to_32(problem, device) -> Config:
 
 
 def _up_to_64(problem, device) -> Config:
-    return _split(ROWS64, problem, device, 3 if problem.n * problem.k > 60_000_000 else 2)
+    config = _split(ROWS64, problem, device, 3 if problem.n * problem.k > 60_000_000 else 2)
+    if device.capability[0] != 12:
+        return config
+    # Two of them request 32 KiB. Where equal parts leave some SMs with one, cut one finer.
+    wanted = -(-2 * device.sm_count // -(-problem.n // ROWS64.block_n))
+    if config.splits >= wanted or programs_per_sm(ROWS64, device) < 3:
+        return config
+    return replace(config, splits=equal_splits(problem.k // GROUP, wanted))
 
 
 _DECODE = ((8, _up_to_8), (16, _up_to_16), (32, _up_to_32), (DECODE_ROWS, _up_to_64))
@@ -223,27 +232,3 @@ class Case:
     k: int
     prequantised: bool = False
     deterministic: bool = False
-
-
-# One M per line of the tables, and prefill sizes that cross its tile choices.
-_ROWS = (1, 16, 32, 64, 128, 512, 4096)
-
-
-def all_configs(
-    shapes: Iterable[tuple[int, int]],
-    device,
-    *,
-    prequantised: bool = False,
-    deterministic: bool = False,
-    rows: Iterable[int] = _ROWS,
-) -> list[Config]:
-    """One config per compiled variant that `config_for` can return for (n, k) shapes.
-
-    For ahead-of-time compilation and warm-up: launching each once compiles everything.
-    """
-    seen: dict[Config, Config] = {}
-    for n, k in shapes:
-        for m in rows:
-            config = config_for(Case(m, n, k, prequantised, deterministic), device)
-            seen.setdefault(config.variant(), config)
-    return list(seen.values())

@@ -37,6 +37,7 @@ class Device:
         gpu_class: "geforce", "rtx_pro", "gb10" or "other".
         cuda: False on a machine without a CUDA device, where only `reference` runs.
         mma: Prefill tensor-core instruction, "plain" or "block_scale".
+        tokens: The fewest tokens of a product's tile that this Triton compiles: 8, or 16.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Device:
     gpu_class: str = "other"
     cuda: bool = True
     mma: str = "plain"
+    tokens: int = 8
 
 
 @dataclass(frozen=True)

@@ -17,42 +17,21 @@ from dataclasses import replace
 
 import torch
 
-from sglang_kt_sm120 import devices, env, heuristic, limits, op, select, system
+from sglang_kt_sm120 import devices, env, op, select, system, variants
+from sglang_kt_sm120.variants import representatives
 
 logger = logging.getLogger("sglang_kt_sm120")
-#: Rows beyond decode at which a prefill configuration could change.
-PREFILL_MS = (65, 128, 256, 512, 1024, 2048, 4096, 8192)
-
-#: Narrow, square, wide, short and tiny layers: between them every kernel variant comes up.
-SHAPES = ((2112, 7168), (7168, 2048), (4096, 7168), (24576, 1536), (36864, 7168), (576, 256))
-
 LOCK_SECONDS = 120.0
 
 _warmed: set[tuple] = set()  # (device, n, k, dtype) of layers, (device, dtype) of `_compile`
-
-
-def representatives(
-    problem: select.Problem,
-    device: select.Device,
-    cutlass: limits.Known = select.NOTHING_KNOWN,
-) -> list[int]:
-    """Return one M for each compiled kernel variant that the shape of `problem` can take."""
-    found: dict[tuple, int] = {}
-    tuned = select.tuned_rows(problem, device)
-    # A table may cut any range out of the heuristic's: then every bucket is asked.
-    prefill = range(128, 5 * max(*tuned, PREFILL_MS[-1]), 64) if tuned else ()
-    for m in (*range(1, select.DECODE_M + 1), PREFILL_MS[0], *prefill, *PREFILL_MS, *tuned):
-        choice = select.choose(replace(problem, m=m), device, cutlass)
-        variant = choice.config.variant() if hasattr(choice.config, "variant") else None
-        found.setdefault((choice.backend, variant), m)
-    return list(found.values())
 
 
 def layer(linear, weight: torch.Tensor, weight_scale: torch.Tensor, dtype: torch.dtype) -> None:
     """Launch once every kernel that this layer can meet; nothing where its shape was warmed before.
 
     The first layer of a process compiles, in parallel, what DeepSeek-R1's and smaller shapes need
-    (`SHAPES`), so that later layers find their kernels; one line says how many and how long.
+    (`variants.SHAPES`), so that later layers find their kernels; one line says how many and how
+    long. Input that arrives quantised is met too, where the activations are bf16.
 
     Args:
         linear: The layer's `Sm120BlockFp8Linear`, prepared.
@@ -69,10 +48,9 @@ def layer(linear, weight: torch.Tensor, weight_scale: torch.Tensor, dtype: torch
         return
     problem = op.problem_of(1, n, k, dtype)
     cutlass = op.known_cutlass(weight.device, n, k, dtype)
-    index = weight.device.index if weight.is_cuda else None
-    device = devices.device(index)
+    device = devices.device(weight.device.index if weight.is_cuda else None)
     ms = representatives(problem, device, cutlass)
-    if index is None or torch.cuda.is_current_stream_capturing():
+    if not device.cuda or (weight.is_cuda and torch.cuda.is_current_stream_capturing()):
         return
     with one_process_at_a_time():  # ranks share the kernel cache: one compiles, the others read
         if (weight.device, dtype) not in _warmed:
@@ -89,30 +67,41 @@ def layer(linear, weight: torch.Tensor, weight_scale: torch.Tensor, dtype: torch
                 raise
             op.forget_choices()
             _launch(linear, weight, weight_scale, dtype, representatives(problem, device, cutlass))
+        if dtype is torch.bfloat16:  # what a layer makes of quantised input is bf16
+            given = replace(problem, prequantised=True)
+            ms = representatives(given, device, cutlass)
+            _launch(linear, weight, weight_scale, torch.float8_e4m3fn, ms)
     _warmed.add(key)
 
 
 def _launch(linear, weight, weight_scale, dtype, ms: list[int]) -> None:
+    """Call the layer with each M; with quantised input where `dtype` is e4m3."""
+    k = weight.shape[1]
     for m in ms:
-        x = torch.zeros(m, weight.shape[1], dtype=dtype, device=weight.device)
-        linear(input=x, weight=weight, block_size=[128, 128], weight_scale=weight_scale)
-    torch.cuda.synchronize(weight.device)
+        x = torch.zeros(m, k, dtype=dtype, device=weight.device)
+        given = {}
+        if dtype is torch.float8_e4m3fn:
+            given["input_scale"] = torch.ones(m, k // select.BLOCK, device=weight.device)
+        linear(input=x, weight=weight, block_size=[128, 128], weight_scale=weight_scale, **given)
+    if weight.is_cuda:
+        torch.cuda.synchronize(weight.device)
 
 
 def _compile(weight, weight_scale, dtype, device: select.Device, deterministic: bool) -> int:
-    """Launch each kernel variant of `SHAPES` on one weight, compiling in parallel; return how many.
+    """Launch each variant of `variants.SHAPES`, compiling in parallel; return how many.
 
     A variant does not depend on N, K or the split, so any weight does.
     """
     from sglang_kt_sm120.backends import triton as backend
 
-    index = weight.device.index
-    configs = heuristic.all_configs(SHAPES, device, deterministic=deterministic)
+    index = weight.device.index if weight.is_cuda else None
+    configs = [met.config for met in variants.shared(device, deterministic=(deterministic,))]
     tuned = [] if deterministic else select.tuned_configs(device)
     options = {"arch": devices.arch(index), "pdl": env.PDL.get()}
 
     def launch(config) -> None:
-        with torch.inference_mode(), torch.cuda.device(index):  # both are per thread
+        here = contextlib.nullcontext() if index is None else torch.cuda.device(index)
+        with torch.inference_mode(), here:  # both are per thread
             x = torch.zeros(config.block_m, weight.shape[1], dtype=dtype, device=weight.device)
             single = replace(config, splits=1)
             backend.run(x, weight, weight_scale, None, dtype, single, None, **options)

@@ -85,6 +85,9 @@ def warm(
     shape_set: SetOption = None,
     tp: TpOption = 1,
     gpu: GpuOption = None,
+    dtype: Annotated[
+        str, typer.Option(help="Of the activations: bfloat16 or float16.")
+    ] = "bfloat16",
     jobs: Annotated[int, typer.Option(min=1, help="Compilations at a time.")] = 2,
     as_json: JsonOption = False,
 ) -> None:
@@ -92,7 +95,10 @@ def warm(
     from rich.progress import Progress
 
     layers, device = linears(shape, model, shape_set, tp), asked_device(gpu)
+    if dtype not in ("bfloat16", "float16"):
+        raise typer.BadParameter(f"{dtype}: expected bfloat16 or float16")
     need("torch", "triton")
+    import torch
     import triton
 
     from sglang_kt_sm120 import ahead, aot, devices, system
@@ -109,7 +115,10 @@ def warm(
     kernels = []
     with Progress(console=err, transient=True) as progress:
         task = progress.add_task("compiling", total=None)
-        found = ahead.compile_all(layers, device, arch, env.PDL.get(), jobs=jobs)
+        found = ahead.compile_all(
+            layers, devices.as_this_triton_can(device), arch, env.PDL.get(),
+            dtype=getattr(torch, dtype), jobs=jobs,
+        )  # fmt: skip
         for done, total, item in found:
             kernels.append(dataclasses.asdict(item))
             progress.update(task, completed=done, total=total)
@@ -127,60 +136,113 @@ def aot(
     arch: Annotated[
         list[str], typer.Option(help="Target, sm_120a or sm_121a; may be repeated (default: both).")
     ] = [],  # noqa: B006
+    jobs: Annotated[int, typer.Option(min=1, help="Compilations at a time.")] = 2,
     as_json: JsonOption = False,
 ) -> None:
     """Compile every kernel that selection can return, and judge registers, spills and SASS."""
     need("torch", "triton")
-    import triton
     from rich.progress import Progress
 
-    from sglang_kt_sm120 import aot, devices, heuristic
+    from sglang_kt_sm120 import aot, shapes
 
-    layers = linears(shape, model, shape_set, tp)
+    layers = [(layer.n, layer.k) for layer in linears(shape, model, shape_set, tp)]
     unknown = set(arch) - set(aot.ARCHES)
     if unknown:
         raise typer.BadParameter(f"{sorted(unknown)}: expected {' or '.join(aot.ARCHES)}")
-    named = [(layer.n, layer.k) for layer in layers]
-    configs = {
-        config.variant(): config
-        for gpu in devices.GPUS
-        for deterministic in (False, True)
-        for prequantised in (False, True)
-        for config in heuristic.all_configs(
-            named, devices.describe(gpu.pattern), prequantised=prequantised,
-            deterministic=deterministic,
-        )
-    }  # fmt: skip
-    records, facts = [], []
+    judged = [(layer.n, layer.k) for name in JUDGED_SETS for layer in shapes.SHAPE_SETS[name]]
+    judged = list(dict.fromkeys([*layers, *judged]))
+    records, facts, schedules = [], [], []
     with Progress(console=err, transient=True) as progress:
-        task = progress.add_task("compiling", total=(len(configs) + 1) * len(arch or aot.ARCHES))
         for target in arch or aot.ARCHES:
-            if not aot.assembler_knows(target):
-                facts.append(
-                    f"{target}: this Triton ({triton.__version__}) has no assembler for it"
-                )
-                progress.advance(task, len(configs) + 1)
-                continue
-            for record in aot.report(configs.values(), target):
-                records.append(record)
+            facts += aot.facts(target)
+            cards = _cards_of(target)
+            configs = {met.config.variant() for card in cards for met in _met(judged, card)}
+            configs = sorted(configs, key=aot.name_of)
+            total = (len(configs) + 1) * len(aot.DTYPES) if aot.assembler_knows(target) else 0
+            task = progress.add_task(f"compiling for {target}", total=total)
+            made = []
+            for record in aot.report(configs, target, jobs=jobs):
+                made.append(record)
                 progress.update(task, advance=1, description=f"{target} {record['name']}")
+            records += made
+            if made and target == aot.ARCHES[0]:  # 188 SMs, whatever flags a server runs with
+                for given, fixed in ((False, False), (True, False), (False, True)):
+                    schedules += aot.judge_schedules(
+                        judged, cards[0], made, prequantised=given, deterministic=fixed
+                    )
     ok = bool(records) and not any(record["failures"] for record in records)
+    ok = ok and not any(schedule.failures for schedule in schedules)
     if as_json:
-        print_json(ok, kernels=records, facts=facts)
+        listed = [schedule.as_dict() for schedule in schedules]
+        print_json(ok, kernels=records, schedules=listed, facts=facts)
         raise typer.Exit(0 if ok else EXIT_PROBLEM)
-    columns = ("", "kernel", "arch", "regs", "shared", "mma", "/SM")
-    shown = table(*columns, whole=columns)
-    for record in records:
-        mma = " ".join(f"{count} {name}" for name, count in record.get("mma", {}).items())
-        numbers = [str(record.get(key, "")) for key in ("registers", "shared_bytes")]
-        shown.add_row(
-            "[red]✗[/]" if record["failures"] else "[green]✓[/]", record["name"], record["arch"],
-            *numbers, mma, str(record.get("programs_per_sm", "")),
-        )  # fmt: skip
-    out.print(shown)
-    for record in records:
-        for failure in record["failures"]:
-            err.print(f"[red]{record['arch']} {record['name']}:[/] {escape(failure)}")
+    _print_aot(records, schedules)
     for fact in facts:
         out.print(escape(fact))
     raise typer.Exit(0 if ok else EXIT_PROBLEM)
+
+
+#: Sets whose decode schedules are judged on a card of 188 SMs, whatever layers are asked for.
+JUDGED_SETS = ("deepseek-r1", "qwen3.6-27b")
+
+
+def _cards_of(target: str) -> list:
+    """The cards that `target` is for, the largest first, as the installed Triton serves them."""
+    from sglang_kt_sm120 import devices
+
+    cards = [devices.describe(gpu.pattern) for gpu in devices.GPUS]
+    cards = [card for card in cards if "sm_{}{}a".format(*card.capability) == target]
+    return [devices.as_this_triton_can(card) for card in cards]
+
+
+def _met(layers: list[tuple[int, int]], card) -> list:
+    from sglang_kt_sm120 import variants
+
+    return variants.met(layers, card)
+
+
+def _print_aot(records: list[dict], schedules: list) -> None:
+    columns = ("", "kernel", "arch", "dtype", "regs", "spills", "shared", "mma")
+    shown = table(*columns, whole=columns)
+    for record in records:
+        mma = " ".join(f"{count} {name}" for name, count in record.get("mma", {}).items())
+        numbers = [record.get(key, "") for key in ("registers", "spills", "shared_bytes")]
+        shown.add_row(
+            "[red]✗[/]" if record["failures"] else "[green]✓[/]", record["name"],
+            record["arch"].removeprefix("sm_"), record["dtype"], *map(str, numbers), mma,
+        )  # fmt: skip
+    out.print(shown)
+    out.print(_resource_table(records))
+    read_in_ptx = {record["arch"] for record in records if record.get("source") == "ptx"}
+    for arch in sorted(read_in_ptx):
+        out.print(f"{arch}: this Triton's nvdisasm cannot read it; judged from PTX")
+    for record in records:
+        for failure in record["failures"]:
+            where = f"{record['arch']} {record['name']} {record['dtype']}"
+            err.print(f"[red]{where}:[/] {escape(failure)}")
+    failed = [schedule for schedule in schedules if schedule.failures]
+    out.print(
+        f"{len(schedules)} decode schedules on 188 SMs: {len(schedules) - len(failed)} keep every "
+        "SM busy with 32 KiB in flight, or all of its share"
+    )
+    for schedule in failed:
+        for failure in schedule.failures:
+            err.print(f"[red]{schedule.n} x {schedule.k} from M = {schedule.m}:[/] {failure}")
+
+
+def _resource_table(records: list[dict]):
+    """What bounds a variant: its place on an SM, and a trip of its loop by the model."""
+    resources = ("tensor", "issue", "shared", "l2")  # of aot/tile_model.py, in cycles
+    columns = ("kernel", "CTAs/SM", "KiB in flight", "mma/K block", *resources, "limit")
+    shown = table(*columns, whole=columns, title="one SM, and cycles of one trip of the loop")
+    for record in records:
+        model = record.get("model")
+        if not model or record["dtype"] != "bf16":
+            continue
+        flight = record.get("bytes_in_flight")
+        shown.add_row(
+            record["name"], str(record["programs_per_sm"]), f"{flight >> 10}" if flight else "",
+            f"{record['mma_per_k_block']:g}", *(str(model["cycles"][name]) for name in resources),
+            model["limit"],
+        )  # fmt: skip
+    return shown

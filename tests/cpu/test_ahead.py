@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -77,3 +78,55 @@ def test_an_assembler_too_old_for_the_card_is_one_line(tmp_path):
     assert not answer["ok"]
     assert "does not know sm_121a (NVIDIA GB10); set TRITON_PTXAS_PATH" in answer["error"]
     assert "Traceback" not in result.stderr
+
+
+#: What a server does when it loads two layers, with the GPU's part of a launch left out: the real
+#: callable, op and warm-up on CPU tensors, told that their device is the named card.
+SERVE = """
+import sys, torch
+from triton.compiler import ASTSource
+from sglang_kt_sm120 import ahead, devices, env, linear, op, shapes, warm
+card = devices.as_this_triton_can(devices.describe(sys.argv[1]))
+devices.device = lambda index: card
+devices.arch = lambda index: devices.arch_of(seen=card.capability, real=card.capability)
+dtype = getattr(torch, sys.argv[2])
+if sys.argv[3] == "deterministic":
+    op.set_deterministic(True)
+compiled, make_ir = [], ASTSource.make_ir
+def counted(self, *arguments, **named):
+    compiled.append(self.name)
+    return make_ir(self, *arguments, **named)
+ASTSource.make_ir = counted
+with ahead.compile_only(card.capability), torch.inference_mode():
+    for n, k in ((576, 1024), (4096, 512)):
+        layer = linear.Sm120BlockFp8Linear(None)
+        weight = torch.empty(n, k, dtype=torch.float8_e4m3fn)
+        scale = torch.empty(-(-n // 128), k // 128)
+        layer.prepare(weight, scale)
+        warm.layer(layer, weight, scale, dtype)
+print(len(compiled), sorted(set(compiled)))
+"""
+
+
+@pytest.mark.parametrize(
+    ("dtype", "order"),
+    [("bfloat16", "any order"), ("bfloat16", "deterministic"), ("float16", "any order")],
+)
+def test_a_server_finds_all_it_looks_up(dtype, order, tmp_path):
+    """Also what its first layer compiles for all, and what quantised input takes."""
+    gpu = "NVIDIA GB10"
+    environ = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-m", "sglang_kt_sm120", "warm", "--gpu", gpu, "--json"]
+    layers = ["--shape", "576,1024", "--shape", "4096,512", "--dtype", dtype]
+    subprocess.run([*command, *layers], env=environ, capture_output=True, check=True)
+    files = set(tmp_path.rglob("*.cubin"))
+    assert len(files) > 8
+
+    serve = [sys.executable, "-c", SERVE, gpu, dtype, order]
+    result = subprocess.run(serve, env=environ, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip() == "0 []"
+    for file in list(files)[::2]:  # and what is missing is compiled: the counter counts
+        shutil.rmtree(file.parent, ignore_errors=True)
+    result = subprocess.run(serve, env=environ, capture_output=True, text=True)
+    assert int(result.stdout.split()[0]) > 0

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglang_kt_sm120 import heuristic, shapes
+from sglang_kt_sm120 import devices, heuristic, select, shapes, variants
 
 CARDS = {
     "RTX PRO 6000": SimpleNamespace(capability=(12, 0), sm_count=188, shared_bytes=101376),
@@ -96,6 +96,39 @@ def test_geforce_prefill_can_ask_for_the_block_scaled_instruction():
     assert not choose(4096, 7168, 2048, "RTX PRO 6000").unit_scaled
 
 
-def test_all_configs_are_one_per_compilation():
-    configs = heuristic.all_configs(SHAPES, CARDS["RTX PRO 6000"])
-    assert len({config.variant() for config in configs}) == len(configs) <= 12
+def test_variants_are_met_once_each():
+    card = devices.describe("NVIDIA RTX PRO 6000")
+    met = variants.met(SHAPES, card)
+    keys = {(item.config.variant(), item.problem.n % 16 == 0) for item in met}
+    assert len(keys) == len(met) <= 16
+    for item in met:  # each is what its problem gets, but for the split that is passed at run time
+        if (item.problem.n, item.problem.k) in SHAPES and item.config.splits > 1:
+            assert select.choose(item.problem, card).config == item.config
+
+
+def test_variants_are_all_that_selection_returns():
+    card = devices.describe("NVIDIA GeForce RTX 5090")
+    found = {item.config.variant() for item in variants.met(SHAPES, card)}
+    for n, k in SHAPES:
+        for m in (*range(1, 200), *range(200, 9000, 64)):
+            for given in (False, True):
+                for fixed in (False, True):
+                    problem = select.Problem(select.bucket(m), n, k, "bfloat16", given, fixed)
+                    assert select.choose(problem, card).config.variant() in found, problem
+
+
+def test_rows_33_to_64_keep_two_programs_on_every_sm():
+    """Two request 32 KiB; what fewer leave unrequested is what the gate of `aot` is about."""
+    for m in (33, 64):
+        for n, k in SHAPES:
+            config = choose(m, n, k, "RTX PRO 6000")
+            assert programs(config, m, n) >= 2 * CARDS["RTX PRO 6000"].sm_count, (n, k)
+
+
+def test_without_tiles_of_8_tokens_decode_takes_16():
+    card = SimpleNamespace(**vars(CARDS["RTX PRO 6000"]), tokens=16)
+    for m in range(1, 65):
+        for n, k in SHAPES:
+            for given in (False, True):
+                case = heuristic.Case(m, n, k, prequantised=given)
+                assert heuristic.config_for(case, card).block_m >= 16

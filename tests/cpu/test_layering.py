@@ -88,9 +88,10 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         {"torch", "triton"},
     ),
     "graphs": ({"linear", "shapes"}, {"torch"}),
-    "ahead": ({"select", "shapes", "warm", "backends"}, {"torch", "triton"}),
+    "variants": ({"heuristic", "limits", "select"}, set()),
+    "ahead": ({"select", "shapes", "variants", "backends"}, {"torch", "triton"}),
     "warm": (
-        {"system", "op", "select", "devices", "env", "heuristic", "limits", "backends"},
+        {"system", "op", "select", "devices", "env", "variants", "backends"},
         {"torch"},
     ),
     "cli": ({"__init__", "*"}, {"typer", "rich", "torch", "triton", "matplotlib"}),

@@ -247,22 +247,18 @@ def _routes(demo: Demo) -> None:
 
 
 def _kernels(demo: Demo) -> None:
-    from sglang_kt_sm120 import aot, devices, select, shapes
+    from sglang_kt_sm120 import aot, devices, shapes, variants
 
     device = devices.describe(GPU_OF_TABLE)
     console.rule("[bold]Those kernels, compiled for sm_120a on this machine")
-    problems = [
-        select.Problem(select.bucket(rows), linear.n, linear.k)
-        for linear in shapes.SHAPE_SETS["deepseek-r1"]
-        for rows in ROWS
-    ]
-    configs = [select.choose(problem, device).config for problem in problems]
-    variants = [None, *dict.fromkeys(config.variant() for config in configs if config)]
+    layers = [(linear.n, linear.k) for linear in shapes.SHAPE_SETS["deepseek-r1"]]
+    met = variants.met(layers, device, deterministic=(False,), prequantised=(False,))
+    configs = [None, *dict.fromkeys(item.config.variant() for item in met)]
     table = Table("kernel", "registers", "shared memory", "spills", "FP8 tensor-core instructions")
     failures, records = [], []
     with _progress() as progress:
-        task = progress.add_task("compiling", total=len(variants))
-        for variant in variants:
+        task = progress.add_task("compiling", total=len(configs))
+        for variant in configs:
             records.append(_compile(aot, variant))
             progress.update(task, advance=1, description=escape(records[-1]["name"]))
     for record in records:
