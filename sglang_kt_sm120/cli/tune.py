@@ -27,7 +27,6 @@ from sglang_kt_sm120.cli.options import (
     parse_ms,
     print_json,
     table,
-    unusual,
 )
 
 UNITS = {"s": 1, "": 1, "m": 60, "h": 3600}
@@ -231,14 +230,17 @@ def _progress(compiled: Callable[[], tuple[int, int]] = lambda: (0, 0)):
 
 
 def _brief(case: dict) -> str:
-    """Return the new configuration's unusual fields in a few words."""
+    """Return who serves from now on, in a few words; --json has the whole configuration."""
     if case["backend"] is None:
         return "kept"
+    config = case["config"] or {}
     if case["backend"] != "triton":
-        return f"{case['backend']} {(case['config'] or {}).get('kernel', '')}"
-    from sglang_kt_sm120.heuristic import Config
-
-    return " ".join(f"{k}={v}" for k, v in unusual(Config(**case["config"])).items())
+        return f"{case['backend']} {config.get('kernel', '')}"
+    tile = f"{config['block_m']}x{config['block_n']}"
+    brief = f"{config['kernel']} {tile} {config['num_warps']}w"
+    brief += f" x{config['splits']}" if config["splits"] > 1 else ""
+    same = {name: case[name] for name in ("backend", "config")} == case["old"]
+    return f"{brief}: kept, over CUTLASS" if same else brief
 
 
 def _print(done: dict[str, Any], stock: bool) -> None:
