@@ -375,3 +375,20 @@ def linear_functions() -> dict[str, tuple[Callable, str]]:
         if hasattr(fp8_utils, function)
         and (name != "deepgemm" or getattr(wrapper, "ENABLE_JIT_DEEPGEMM", False))
     }
+
+
+def offer_cutlass() -> None:
+    """Take the host's own CUTLASS kernel as a server does, for a tool that builds no layer.
+
+    Does nothing where sglang does not import. The releases that bring a JIT kernel of their own are
+    those whose `auto` on SM12x is CUTLASS.
+    """
+    try:
+        from sglang.srt.layers.quantization import fp8_utils
+    except ImportError:
+        return
+    from sglang_kt_sm120.backends import cutlass
+
+    product = getattr(fp8_utils, "fp8_blockwise_scaled_mm", None)
+    module = getattr(product, "__module__", None) or ""
+    cutlass.offer(product, is_default=module.startswith("sglang."))

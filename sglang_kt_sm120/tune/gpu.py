@@ -104,6 +104,7 @@ class GpuBench:
     def _known(self, n: int, k: int) -> limits.Known:
         if is_stand_in(self.index):
             return select.NOTHING_KNOWN  # none of them is built for it
+        host.offer_cutlass()
         return op.prove_cutlass(torch.device("cuda", self.index), n, k, self.dtype, every=True)
 
     def _operands(self, shape, m: int, fresh: bool) -> bench.Case:

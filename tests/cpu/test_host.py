@@ -239,6 +239,29 @@ def test_the_hosts_cutlass_is_its_default_only_under_auto():
     assert libraries.is_installed("sglang_jit")
 
 
+@pytest.mark.parametrize(
+    ("module", "known"),
+    [
+        ("sglang.jit_kernel.fp8_blockwise_gemm", ("sglang_jit", True)),
+        ("sgl_kernel.gemm", (None, False)),
+        (None, (None, False)),
+    ],
+)
+def test_a_tool_takes_the_hosts_kernel_without_a_layer(monkeypatch, module, known):
+    utils = types.ModuleType(host.FP8_UTILS)
+    if module:
+        utils.fp8_blockwise_scaled_mm = lambda *_: None
+        utils.fp8_blockwise_scaled_mm.__module__ = module
+    package = host.FP8_UTILS.rpartition(".")[0]
+    for name in ("sglang", "sglang.srt", "sglang.srt.layers", package):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    host.offer_cutlass()  # nothing there: nothing happens
+    assert cutlass._host_kernel is None
+    sys.modules[package].fp8_utils = utils
+    host.offer_cutlass()
+    assert (cutlass._host_kernel, libraries.is_installed("sglang_jit")) == known
+
+
 def test_a_layer_on_a_gpu_is_probed_at_load_and_never_during_capture(monkeypatch):
     """With a device that says it is CUDA; what a probe runs is tested in test_cutlass.py."""
     device = torch.device("cuda", 0)
