@@ -172,6 +172,21 @@ def test_an_output_that_is_never_written_is_not_the_answer_of_an_earlier_call(mo
     assert why.startswith("relative error nan")
 
 
+def test_what_one_kernel_left_behind_is_not_the_answer_of_the_next():
+    kept = []
+
+    def writes(*operands):
+        kept.append(product("sgl_kernel", *operands))
+        return kept[-1]
+
+    def finds(codes, *_):
+        return next(out for out in kept if out.shape[0] >= codes.shape[0])[: codes.shape[0]]
+
+    assert proof.judge(writes, "sgl_kernel", *SHAPE) is None
+    assert proof.judge(finds, "sgl_kernel", *SHAPE) is None  # else the next line shows nothing
+    assert proof.judge(finds, "sglang_jit", *SHAPE).startswith("relative error 1")
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -272,6 +287,17 @@ def test_an_error_that_has_nothing_to_do_with_the_shape_is_met_and_said_once(
         assert type(error).__name__ in dict(known.struck)["flashinfer"]
     assert len(calls) == len(warnings.records) == 1
     assert "N=256 K=384, nor for any other layer" in warnings.records[0].getMessage()
+
+
+def test_a_build_is_announced_once(monkeypatch, caplog):
+    caplog.set_level(logging.INFO, "sglang_kt_sm120")
+    loads(monkeypatch, **{name: right(name) for name in NAMES})
+    for n in (128, 256):
+        cutlass.prove(CPU, n, 384, torch.bfloat16, NAMES, ())
+    said = [record.getMessage() for record in caplog.records if "nvcc" in record.getMessage()]
+    assert len(said) == 2
+    for name, line in zip(("sglang_jit", "flashinfer"), said, strict=True):
+        assert limits.BY_NAME[name].title in line
 
 
 def test_a_library_that_is_not_there_is_no_warning(monkeypatch, warnings):

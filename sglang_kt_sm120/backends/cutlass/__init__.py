@@ -143,6 +143,12 @@ def _load(name: str) -> str | None:
             _kernels[name] = libraries.load(name)
         except Exception as error:  # a library may break on import in any way
             return proof.describe(error)
+        kernel = limits.BY_NAME[name]
+        if "nvcc" in kernel.needs:
+            logger.info(
+                "sglang-kt-sm120: trying %s; where it is not built yet, nvcc now takes minutes.",
+                kernel.title,
+            )
     return None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 
 import torch
@@ -45,8 +46,9 @@ def judge(
         arch: Triton's launch option for our quantisation kernel, or None.
     """
     try:
-        with torch.inference_mode():
-            layer = _layer(n, k, device)
+        here = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+        with here, torch.inference_mode():
+            layer = _layer(n, k, device, limits.NAMES.index(name))
             for m in PROBE_MS:
                 why = _compare(product, limits.BY_NAME[name], layer, m, dtype, arch)
                 if why:
@@ -56,9 +58,12 @@ def judge(
         return describe(error)
 
 
-def _layer(n: int, k: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a weight of all e4m3 values but NaN, and scales; built in parts, to spare memory."""
-    generator = torch.Generator(device).manual_seed(0)
+def _layer(n: int, k: int, device: torch.device, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a weight of all e4m3 values but NaN, and scales; built in parts, to spare memory.
+
+    Each kernel has a layer of its own: what one left in memory is not another's answer.
+    """
+    generator = torch.Generator(device).manual_seed(seed)
     weight = torch.empty((n, k), dtype=torch.uint8, device=device)
     for part in weight.split(CHUNK):
         part.random_(0, 256, generator=generator)
