@@ -53,6 +53,7 @@ DEFAULTS = {
 ASK = {
     "backend": "auto",  # --fp8-gemm-backend
     "method": "fp8",  # or compressed-tensors
+    "block": BLOCK,  # None: a per-tensor checkpoint, which old releases ask dispatch about too
     "load": True,  # False: only what dispatch answers; "crash": where stock is known to crash
     "requant": False,  # what sglang 0.5.5's DeepSeek loader does to weights before they are loaded
 }
@@ -230,6 +231,8 @@ def _ask(ask: dict, scenario: dict, fp8, fp8_utils) -> dict:
     result["ours"] = type(got).__module__ == "sglang_kt_sm120.linear"
     if not ask["load"] or (ask["load"] == "crash" and not CRASHES.match(result["got"])):
         return result
+    if ask["block"] != BLOCK:
+        return result | _only_load(ask, method)
     try:
         return result | _use(ask, method, loaded, fp8_utils)
     except Exception as error:
@@ -240,8 +243,9 @@ def _method(ask: dict, fp8):
     """Return (linear method, how its `apply` and its scale are called)."""
     if ask["method"] == "fp8":
         config = fp8.Fp8Config(
-            is_checkpoint_fp8_serialized=True, activation_scheme="dynamic", weight_block_size=BLOCK
-        )
+            is_checkpoint_fp8_serialized=True, activation_scheme="dynamic",
+            weight_block_size=ask["block"],
+        )  # fmt: skip
         return fp8.Fp8LinearMethod(config), ("apply", "weight_scale_inv")
     from sglang.srt.layers.quantization.compressed_tensors.schemes import (
         compressed_tensors_w8a8_fp8 as module,
@@ -262,14 +266,9 @@ def _use(ask: dict, method, names: tuple[str, str], fp8_utils) -> dict:
     import torch
 
     apply, scale_name = names
-    (n, k), layer = SHAPE, torch.nn.Module()
-    layer.orig_dtype = torch.bfloat16
-    layer.tp_group, layer.deepgemm_mxfp8_input = None, False  # as sglang's LinearBase has them
+    n, k = SHAPE
+    layer = _layer(method)
     generator = torch.Generator().manual_seed(int.from_bytes(os.urandom(4), "little"))
-    method.create_weights(
-        layer=layer, input_size_per_partition=k, output_partition_sizes=[n], input_size=k,
-        output_size=n, params_dtype=torch.bfloat16, weight_loader=lambda *a, **k: None,
-    )  # fmt: skip
     values = torch.randn(n, k, generator=generator).clamp(-4, 4) * 100
     layer.weight.data.copy_(values.to(torch.float8_e4m3fn))
     scale = getattr(layer, scale_name)
@@ -287,6 +286,38 @@ def _use(ask: dict, method, names: tuple[str, str], fp8_utils) -> dict:
     if kept.dtype is not torch.float32 or list(kept.shape) != [-(-n // 128), k // 128]:
         return result | {"output": {"shape": list(output.shape), "scale": list(kept.shape)}}
     return result | {"output": probe._compare(output, x, weight, kept)}
+
+
+def _layer(method):
+    """Return a layer with the (unfilled) weights that the method creates."""
+    import torch
+
+    (n, k), layer = SHAPE, torch.nn.Module()
+    layer.orig_dtype = torch.bfloat16
+    layer.tp_group, layer.deepgemm_mxfp8_input = None, False  # as sglang's LinearBase has them
+    method.create_weights(
+        layer=layer, input_size_per_partition=k, output_partition_sizes=[n], input_size=k,
+        output_size=n, params_dtype=torch.bfloat16, weight_loader=lambda *a, **k: None,
+    )  # fmt: skip
+    return layer
+
+
+def _only_load(ask: dict, method) -> dict:
+    """Load a layer that is not ours to serve; return which function it is left with."""
+    try:
+        layer = _layer(method)
+        for parameter in layer.parameters():
+            parameter.data.fill_(1)
+        method.process_weights_after_loading(layer)
+    except Exception as error:
+        return {"error": _error(error), "stage": "load", "left": _left(method)}
+    return {"left": _left(method)}
+
+
+def _left(method) -> str:
+    function = method.w8a8_block_fp8_linear
+    function = getattr(function, "func", function)
+    return f"{function.__module__}.{getattr(function, '__name__', '')}" if function else "nothing"
 
 
 def _name(function, fp8_utils) -> str:

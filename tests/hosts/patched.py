@@ -75,7 +75,10 @@ def _flashinfer(version: str, fetch: bool) -> Path | None:
         with zipfile.ZipFile(wheel) as archive:
             names = [n for n in archive.namelist() if n.endswith((".py", ".cu", ".h", ".hpp"))
                      or n.endswith((".cuh", ".inl", ".inc", ".jinja"))]  # fmt: skip
-            archive.extractall(folder, names)
+            part = folder.with_name(f".{folder.name}.part")
+            shutil.rmtree(part, ignore_errors=True)
+            archive.extractall(part, names)
+        part.rename(folder)  # whole or not there
         wheel.unlink()
     return folder
 

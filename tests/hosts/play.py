@@ -28,12 +28,17 @@ COMPRESSED = {"method": "compressed-tensors"}
 def scenarios(release: releases.Release, full: bool) -> dict[str, dict]:
     """Return what is played on `release`, by name; those with "plugin" have it installed."""
     crash = {"load": "crash"}
+    not_ours = [{"block": None}, {"block": [64, 128]}, {"block": [128, 64]}]
     played = {"stock, 12.0, on": {**ON, "asks": [crash]}}
     for capability in ("12.0", "12.1"):
         for state, how in DEEP_GEMM.items():
             if full or (capability, state) in (("12.0", "off"), ("12.0", "on"), ("12.1", "absent")):
                 requant = state == "on" and release.version.startswith("0.5.5")
                 asks = [{"requant": requant}, COMPRESSED]
+                if (capability, state) == ("12.1", "on"):
+                    how = how | {"deep_gemm": "architecture"}  # its other way to refuse
+                if (capability, state) == ("12.0", "off"):
+                    asks += not_ours
                 if full or (capability, state) == ("12.0", "off"):
                     asks.append("every backend")
                 played[f"plugin, {capability}, {state}"] = {**how, "asks": asks}
@@ -42,13 +47,15 @@ def scenarios(release: releases.Release, full: bool) -> dict[str, dict]:
     for variable in _variables(release)[: None if full else 1]:
         played[f"plugin, 12.0, {variable}"] = {"env": OFF | {variable: "1"}}
     off = OFF | {"SGLANG_KT_SM120_ENABLE": "0"}
-    played["plugin, 12.0, switched off"] = {"env": off, "asks": [crash, "every backend"]}
+    played["plugin, 12.0, switched off"] = {"env": off, "asks": [crash, *not_ours, "every backend"]}
     elsewhere = [{"load": False}, {"backend": "triton", "load": False}]
     played["plugin, 9.0, on"] = {**ON, "asks": elsewhere}
     if full:
         for capability in ("8.9", "10.0"):
             played[f"plugin, {capability}, on"] = played["plugin, 9.0, on"]
         played["plugin, 12.0, not initialised"] = {**ON, "initialise": False}
+        triton = {"env": OFF | {"USE_TRITON_W8A8_FP8_KERNEL": "1"}}
+        played["plugin, 12.0, USE_TRITON_W8A8_FP8_KERNEL"] = triton
     return played
 
 

@@ -41,7 +41,7 @@ HUB = {"4": "0.36.0", "5": "1.33.0"}
 #: What a transformers refuses to be imported without, where common.txt has an older one.
 TOKENIZERS = {"5.19.0": {"tokenizers": "0.23.1"}}
 PLATFORMS = ("manylinux_2_39", "manylinux_2_35", "manylinux_2_34", "manylinux_2_28",
-             "manylinux_2_17", "manylinux2014")  # fmt: skip
+             "manylinux_2_27", "manylinux_2_17", "manylinux2014")  # fmt: skip
 #: sglang looks for the folder of its CUDA sources; FlashInfer's CUTLASS is a thousand files.
 KEPT = (".py", ".json", ".jinja", ".txt", ".cuh")
 LEFT = "flashinfer/data/"

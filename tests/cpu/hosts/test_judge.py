@@ -22,6 +22,7 @@ REFUSED = {
     "backend": "cutlass", "method": "fp8", "load": False, "stock": "refused: no",
     "error": {"message": "no", "type": "RuntimeError", "frames": []},
 }  # fmt: skip
+PER_TENSOR = STOCK_ASK | {"block": None, "load": True, "left": "sglang.f"}
 OTHER = {"type": "TypeError", "message": "a stand-in's own mistake"}
 LINE = ["ERROR", f"sglang refuses x on y; what works here: {judge.REMEDY}."]
 
@@ -38,9 +39,9 @@ def played() -> dict:
     off = STOCK_ASK | {"stock": TRITON, "got": TRITON}
     return {
         "stock, 12.0, on": result(STOCK_ASK, wrapped=False),
-        "plugin, 12.0, off": result(GOOD_ASK, cutlass, REFUSED, log=[LINE]),
+        "plugin, 12.0, off": result(GOOD_ASK, cutlass, REFUSED, PER_TENSOR, log=[LINE]),
         "plugin, 9.0, on": result(STOCK_ASK),
-        "plugin, 12.0, switched off": result(off, wrapped=False),
+        "plugin, 12.0, switched off": result(off, PER_TENSOR, wrapped=False),
         "plugin, 12.1, absent": result(GOOD_ASK | {"deterministic": True}),
     }
 
@@ -58,6 +59,9 @@ def test_a_good_play_has_no_findings():
         ("plugin, 12.0, off", 0, {"output": {"quantised": float("nan"), "exact": 0}}, "wrong"),
         ("plugin, 12.0, off", 1, {"same": False}, "own function object"),
         ("plugin, 12.0, off", 2, {"error": {"message": "other"}}, "the host refuses"),
+        ("plugin, 12.0, off", 3, {"left": "sglang_kt_sm120.linear."}, "blocks of None"),
+        ("plugin, 12.0, off", 3, {"left": None, "stage": "load"}, "blocks of None"),
+        ("plugin, 12.0, switched off", 1, {"left": "sglang.g"}, "blocks of None"),
         ("plugin, 9.0, on", 0, {"same": False}, "own function object"),
         ("plugin, 12.0, switched off", 0, {"got": "g"}, "sglang's is"),
         ("plugin, 12.1, absent", 0, {"deterministic": False}, "deterministic"),
