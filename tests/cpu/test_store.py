@@ -11,6 +11,7 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
 
 from sglang_kt_sm120 import devices, doctor, env, heuristic, limits, select, shapes, warm
 from sglang_kt_sm120.configs import store, table
@@ -357,6 +358,35 @@ def test_a_configuration_that_fails_at_load_leaves_its_shape_to_the_heuristic(pl
     assert "OutOfResources" in caplog.text
     assert not select.drop_tables(problem, device, "again")
     assert not select.drop_tables(select.Problem(4, 128, 128), device, "no table speaks for it")
+
+
+def test_a_load_goes_on_when_a_tuned_configuration_fails(places, monkeypatch, tmp_path, caplog):
+    """The layer is warmed anew with what the heuristic takes; another failure is not hidden."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    put(places["user"], make(SERVER, row(4, DIRECT)))
+    device, met = devices.describe(SERVER), []
+    monkeypatch.setattr(devices, "device", lambda index: device)
+    monkeypatch.setattr(warm, "_compile", lambda *_: 0)
+    monkeypatch.setattr(warm, "_warmed", set())
+    weight = torch.zeros(N, K, dtype=torch.float8_e4m3fn)
+    scale = torch.ones(-(-N // 128), K // 128)
+
+    def linear(*, input, **_):
+        problem = select.Problem(select.bucket(input.shape[0]), N, K)
+        choice = select.choose(problem, device)
+        met.append(choice.evidence)
+        if choice.evidence == "user table" or "broken" in met:
+            raise RuntimeError("out of resource: shared memory")
+
+    warm.layer(linear, weight, scale, torch.bfloat16)
+    assert "user table" in met
+    assert met[-1] == "heuristic"
+    assert "out of resource" in caplog.text
+    store.forget()
+    warm._warmed.clear()
+    met.append("broken")
+    with pytest.raises(RuntimeError, match="out of resource"):
+        warm.layer(linear, weight, scale, torch.bfloat16)
 
 
 @pytest.mark.parametrize("ms", [(4, 64, 256), (100, 300, 700, 1000), (1024,), (8, 96)])
