@@ -184,7 +184,7 @@ def test_what_one_kernel_left_behind_is_not_the_answer_of_the_next():
 
     assert proof.judge(writes, "sgl_kernel", *SHAPE) is None
     assert proof.judge(finds, "sgl_kernel", *SHAPE) is None  # else the next line shows nothing
-    assert proof.judge(finds, "sglang_jit", *SHAPE).startswith("relative error 1")
+    assert "relative error" in proof.judge(finds, "sglang_jit", *SHAPE)
 
 
 @pytest.mark.parametrize(
