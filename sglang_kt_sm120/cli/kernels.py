@@ -150,13 +150,13 @@ def aot(
     if unknown:
         raise typer.BadParameter(f"{sorted(unknown)}: expected {' or '.join(aot.ARCHES)}")
     judged = [(layer.n, layer.k) for name in JUDGED_SETS for layer in shapes.SHAPE_SETS[name]]
-    judged = list(dict.fromkeys([*layers, *judged]))
+    judged = list(dict.fromkeys(judged))
     records, facts, schedules = [], [], []
     with Progress(console=err, transient=True) as progress:
         for target in arch or aot.ARCHES:
             facts += aot.facts(target)
             cards = _cards_of(target)
-            configs = {met.config.variant() for card in cards for met in _met(judged, card)}
+            configs = {met.config.variant() for card in cards for met in _met([*layers, *judged], card)}
             configs = sorted(configs, key=aot.name_of)
             total = (len(configs) + 1) * len(aot.DTYPES) if aot.assembler_knows(target) else 0
             task = progress.add_task(f"compiling for {target}", total=total)

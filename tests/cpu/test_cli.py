@@ -138,13 +138,17 @@ def test_aot_judges_what_selection_can_return():
             kernel["mma"].get("QMMA", 0) + kernel["mma"].get("QMMA.SF", 0) or not kernel["config"]
         )
         assert kernel["failures"] == []
+    assert {kernel["dtype"] for kernel in kernels} == {"bf16", "fp16"}
+    schedules = answer["schedules"]
+    assert {(2112, 7168), (34816, 5120)} <= {(s["n"], s["k"]) for s in schedules}
+    assert all(s["busy"] == 188 and s["failures"] == [] for s in schedules)
     run("aot", "--arch", "sm_90a", code=2)
 
 
 def test_aot_fails_where_a_gate_fails(monkeypatch):
-    from sglang_kt_sm120 import aot
+    from sglang_kt_sm120.aot import gates
 
-    monkeypatch.setattr(aot, "SHARED_LIMIT", 1024)
+    monkeypatch.setattr(gates, "SHARED_LIMIT", 1024)
     result = run("aot", "--shape", "512,256", "--arch", "sm_120a", "--json", code=1)
     kernels = json.loads(result.stdout)["kernels"]
     assert any("> 1024" in text for kernel in kernels for text in kernel["failures"])
