@@ -74,6 +74,8 @@ class Matrix:
                 with self.lock:
                     self.done.append(record)
                     self.progress.update(task, advance=1, description=str(release))
+                    if not console.is_terminal:  # a log shows no bar
+                        console.print(f"{len(self.done)} done: {release}, {record['seconds']} s")
                     for finding in judge.everything(record):
                         self.progress.console.print(f"[red]{release}[/]: {escape(finding)}")
         finally:
