@@ -39,6 +39,8 @@ VARIABLES = (
 #: What of sglang's own can be called without a GPU: it refuses before it touches one.
 CRASHES = re.compile("deepgemm_w8a8|flashinfer_gemm")
 SHAPE, ROWS, BLOCK = (320, 512), 5, [128, 128]
+#: Explicit choices that the plugin answers by default; "auto" is asked for anyway.
+OURS = ("triton", "flashinfer_trtllm")
 DEFAULTS = {
     "capability": [12, 0],
     "env": {},
@@ -139,7 +141,9 @@ def run(scenario: dict) -> dict:
     asks = scenario["asks"]
     if "every backend" in asks:
         asks = [ask for ask in asks if ask != "every backend"]
-        asks += [{"backend": name, "load": False} for name in result["choices"]]
+        # A layer that the plugin is to serve is loaded and applied, whatever way it was asked for.
+        loaded = OURS if result["wrapped"] else ()
+        asks += [{"backend": name, "load": name in loaded} for name in result["choices"]]
     result["asks"] = [_ask(ASK | ask, scenario, fp8, fp8_utils) for ask in asks]
     result["log"] = [[level, text] for level, name, text in log.lines]
     ours = {"deep_gemm", "sglang_kt_sm120", "sglang_kt_sm120.host"}
