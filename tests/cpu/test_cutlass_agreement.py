@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import random
+import socket
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 from torch.distributed import TCPStore
 
 from sglang_kt_sm120.backends.cutlass import agreement
 
+ROOT = Path(__file__).parents[2]
 RANKS = (4, 5, 7)  # the second pipeline stage of something
 
 
@@ -114,3 +119,57 @@ def test_nobody_is_held_up_by_a_rank_that_failed_first(groups):
     thread.start()
     assert done.wait(2)
     thread.join()
+
+
+RANK = """
+import os, sys, types
+import torch
+from sglang_kt_sm120 import host, kernels, limits
+from sglang_kt_sm120.backends import cutlass, reference
+from sglang_kt_sm120.backends.cutlass import libraries
+
+rank = int(sys.argv[1])
+torch.distributed.init_process_group("gloo", init_method="tcp://127.0.0.1:" + sys.argv[2],
+                                     rank=rank, world_size=2)
+parallel_state = types.ModuleType("parallel_state")
+parallel_state.get_tp_group = lambda: types.SimpleNamespace(rank=rank, ranks=[0, 1])
+sys.modules["sglang.srt.distributed.parallel_state"] = parallel_state
+cutlass.join(*host._tensor_parallel_ranks())
+
+def quantise(x, *, column_major, rows, options):
+    codes, scales = reference.quantise(torch.nn.functional.pad(x, (0, 0, 0, rows - x.shape[0])))
+    return codes, scales.t().contiguous().t() if column_major else scales
+
+def load(name):
+    def product(codes, weight, scales, weight_scale, dtype):
+        if name == "sgl_kernel" and rank == 1:
+            raise RuntimeError("Error Internal")
+        return reference.multiply(codes, scales, weight, weight_scale).to(dtype)
+    return product
+
+kernels.quantise, libraries.load = quantise, load
+known = cutlass.prove(torch.device("cpu"), 256, 384, torch.bfloat16, (), limits.NAMES)
+print(known.proven, dict(known.struck))
+torch.distributed.barrier()
+"""
+
+
+def test_the_ranks_of_a_real_process_group_agree():
+    """Two processes as a server's: the kernel that one of them cannot run serves on neither."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, str(rank), port],
+            cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in (0, 1)
+    ]  # fmt: skip
+    said = [process.communicate(timeout=120) for process in ranks]
+    assert all(process.returncode == 0 for process in ranks), said
+    for out, _ in said:
+        assert out.startswith("('sglang_jit',) {'sgl_kernel': ")
+        assert "Error Internal" in out
+    assert "another rank cannot use it" in said[0][0]
+    assert "another rank" not in said[1][0]
