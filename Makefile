@@ -22,6 +22,7 @@ $(BIN)/.ready: pyproject.toml
 
 test: $(BIN)/.ready ## Run every test that this machine can run
 	$(BIN)/python -m tests.hosts.lab install
+	$(BIN)/python -m tests.hosts.tritons
 	$(BIN)/python -m pytest -n 2 --dist loadgroup tests/cpu $(ARGS)
 	$(BIN)/python -m pytest tests/gpu tests/e2e  # one at a time: they time, and share one GPU
 

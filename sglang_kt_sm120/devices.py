@@ -136,7 +136,10 @@ def as_this_triton_can(device: select.Device) -> select.Device:
     try:
         from sglang_kt_sm120.aot import compiling
 
-        can = compiling.features("sm_{}{}a".format(*device.capability))
+        target = "sm_{}{}a".format(*device.capability)
+        if not compiling.assembler_knows(target):
+            return dataclasses.replace(device, mma="plain")
+        can = compiling.features(target)
     except Exception as error:  # whatever stops a compiler: the launch that follows says it better
         logger.debug("sglang-kt-sm120: Triton could not be asked what it can do: %s", error)
         return dataclasses.replace(device, mma="plain")

@@ -136,6 +136,9 @@ def aot(
     arch: Annotated[
         list[str], typer.Option(help="Target, sm_120a or sm_121a; may be repeated (default: both).")
     ] = [],  # noqa: B006
+    dtype: Annotated[
+        list[str], typer.Option(help="Activations, bf16 or fp16; may be repeated (default: both).")
+    ] = [],  # noqa: B006
     jobs: Annotated[int, typer.Option(min=1, help="Compilations at a time.")] = 2,
     as_json: JsonOption = False,
 ) -> None:
@@ -149,19 +152,26 @@ def aot(
     unknown = set(arch) - set(aot.ARCHES)
     if unknown:
         raise typer.BadParameter(f"{sorted(unknown)}: expected {' or '.join(aot.ARCHES)}")
+    dtypes = dtype or list(aot.DTYPES)
+    if set(dtypes) - set(aot.DTYPES):
+        raise typer.BadParameter(f"{dtypes}: expected {' or '.join(aot.DTYPES)}")
     judged = [(layer.n, layer.k) for name in JUDGED_SETS for layer in shapes.SHAPE_SETS[name]]
     judged = list(dict.fromkeys(judged))
     records, facts, schedules = [], [], []
     with Progress(console=err, transient=True) as progress:
         for target in arch or aot.ARCHES:
             facts += aot.facts(target)
+            if not aot.assembler_knows(target):
+                continue
             cards = _cards_of(target)
-            configs = {met.config.variant() for card in cards for met in _met([*layers, *judged], card)}
+            configs = {
+                met.config.variant() for card in cards for met in _met([*layers, *judged], card)
+            }
             configs = sorted(configs, key=aot.name_of)
-            total = (len(configs) + 1) * len(aot.DTYPES) if aot.assembler_knows(target) else 0
+            total = (len(configs) + 1) * len(dtypes)
             task = progress.add_task(f"compiling for {target}", total=total)
             made = []
-            for record in aot.report(configs, target, jobs=jobs):
+            for record in aot.report(configs, target, dtypes, jobs=jobs):
                 made.append(record)
                 progress.update(task, advance=1, description=f"{target} {record['name']}")
             records += made
