@@ -47,7 +47,11 @@ def compile_only(capability: tuple[int, int]) -> Iterator[None]:
         def get_current_target(self):
             return GPUTarget("cuda", capability[0] * 10 + capability[1], 32)
 
-    run, active = JITFunction.run, driver._active
+    # Until Triton 3.5 the active driver is a plain attribute.
+    run, active = (
+        JITFunction.run,
+        getattr(driver, "_active" if hasattr(driver, "_active") else "active"),
+    )
     driver.set_active(Driver())
     JITFunction.run = lambda self, *args, grid, warmup, **options: run(
         self, *args, grid=grid, warmup=True, **options

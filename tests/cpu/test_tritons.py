@@ -58,3 +58,21 @@ def test_every_variant_passes_its_gates(version):
     if known == set():  # both architectures, and FP8 instructions on both
         fp8 = {k["arch"] for k in answer["kernels"] if k["mma"].keys() & {"QMMA", "QMMA.SF"}}
         assert fp8 == {"sm_120a", "sm_121a"}
+
+
+def test_a_triton_without_8_token_tiles_serves_decode_with_16(tmp_path):
+    """Compiled by the command that a Docker build runs, the way that serving goes."""
+    folder = tritons.install("3.4.0")
+    paths = {"PYTHONPATH": str(folder), "TRITON_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-m", "sglang_kt_sm120", "warm", "--gpu", "RTX PRO 6000", "--json"]
+    result = subprocess.run(
+        [*command, "--shape", "2112,256"],
+        cwd=PROJECT,
+        env={**os.environ, **paths},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
+    assert min(kernel["config"]["block_m"] for kernel in json.loads(result.stdout)["kernels"]) == 16
+    assert "multiplies in f16" in result.stderr
+    assert list(tmp_path.rglob("_direct_kernel.cubin"))
