@@ -28,10 +28,12 @@ compared with float64. No SM12x card took part: what the card itself does is not
 
 - **stock**: what sglang alone answers under `auto`, with DeepGEMM on / off / absent, and where that
   is an error, which.
-- **with the plugin**: `served` means that on 12.0 and 12.1, with DeepGEMM on, off and absent,
-  `auto`, `triton` and an accepted `flashinfer_trtllm` went to the plugin with the right numbers;
-  every other choice, every other GPU (8.9, 9.0, 10.0) and `SGLANG_KT_SM120_ENABLE=0` got the very
-  function object that sglang would use; and a refusal of sglang's own stood.
+- **with the plugin**: `served` means that on 12.0 and 12.1, with DeepGEMM on (refusing in either of
+  the ways that are known), off and absent, `auto`, `triton` and an accepted `flashinfer_trtllm`
+  went to the plugin with the right numbers, and so with `USE_TRITON_W8A8_FP8_KERNEL=1`; every other
+  choice, every other GPU (8.9, 9.0, 10.0) and `SGLANG_KT_SM120_ENABLE=0` got the very function
+  object that sglang would use; blocks of 64 x 128 and 128 x 64 and a checkpoint without blocks were
+  left, once loaded, with what they have without the plugin; and a refusal of sglang's own stood.
 - **way in**: the start-up hook, and sglang's plugin loader where there is one: the real
   `load_plugins()` with `SGLANG_PLUGINS` unset, naming us, and naming others, and a process that
   never calls it. (Where the notes say "spawned", in interpreters that Python's spawn started, with
