@@ -7,8 +7,8 @@
 The JIT kernels are built with this machine's nvcc from the sources in the released wheels, with the
 CUTLASS headers that FlashInfer's wheel carries, as the hosts build them. sgl-kernel ships images
 and no source: its kernels for SM120 are taken out of the library as they are. Of each kernel the
-table gives the tile, registers, spills and tensor-core instructions. Minutes, and up to 500 MB of
-downloads for an image; what was built or taken out lies in `.hosts/cutlass-aot` and is kept.
+table gives the tile, registers, spills and tensor-core instructions. The first run takes about ten
+minutes and downloads 1.5 GB; what was built or taken out lies in `.hosts/cutlass-aot` and is kept.
 
 Exit code 0, or 1 where a kernel is missing or does not multiply FP8 natively, or nvcc failed.
 """
