@@ -56,6 +56,7 @@ doctor: $(BIN)/.ready ## Check this machine
 
 docs: $(BIN)/.ready ## Write the documentation pages that are made from code
 	$(BIN)/python -m sglang_kt_sm120 env --markdown > docs/environment.md
+	$(BIN)/python -m sglang_kt_sm120 bench --from docs/benchmarks/h200-decode.json --plot docs/benchmarks/h200-decode.png >/dev/null
 
 wheel: $(BIN)/.ready ## Build the wheel into dist/
 	$(BIN)/python -m build --wheel

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
+import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.markup import escape
 
 from sglang_kt_sm120 import env
+from sglang_kt_sm120.cli import plots
 from sglang_kt_sm120.cli.options import (
     EXIT_PROBLEM,
     JsonOption,
@@ -27,8 +30,6 @@ from sglang_kt_sm120.cli.options import (
     table,
 )
 
-FLOOR = "read"  # the candidate that only reads the weight
-
 
 def bench(
     model: ModelOption = None,
@@ -41,6 +42,10 @@ def bench(
     plot: Annotated[
         Path | None, typer.Option(help="Draw time over the read floor there (PNG; matplotlib).")
     ] = None,
+    given: Annotated[
+        list[Path],
+        typer.Option("--from", help="Time nothing: show results written as JSON; may be repeated."),
+    ] = [],  # noqa: B006
 ) -> None:
     """Time a model's layers: ours, the host's own functions, and reading the weight alone."""
     from rich.progress import Progress
@@ -56,6 +61,10 @@ def bench(
             raise typer.BadParameter(f"{file.parent} is no folder")
     if plot:
         need("matplotlib")
+    if given:
+        records, environment = _read(given)
+        _finish(records, environment, as_json, csv_file, plot)
+        return
     need_gpu()
     from sglang_kt_sm120 import bench, devices, host
 
@@ -71,25 +80,51 @@ def bench(
             progress.update(task, advance=1, description=f"{first.shape} M={first.m}")
 
         records = bench.run(layers, ms, candidates, progress=show)
+    _finish(records, bench.environment(), as_json, csv_file, plot)
+
+
+def _finish(records, environment: dict, as_json: bool, csv_file, plot) -> None:
+    """Write, draw and show records; exit 1 where ours was wrong."""
     wrong = [record for record in records if record.candidate == "ours" and record.us is None]
-    rows = [record.as_dict() for record in records]
+    rows = [dataclasses.asdict(record) for record in records]
     if csv_file:
         _write_csv(csv_file, rows)
     if plot:
-        _draw(plot, records)
+        plots.draw(plot, records)
     if as_json:
-        print_json(not wrong, environment=bench.environment(), records=rows)
+        print_json(not wrong, environment=environment, records=rows)
     else:
         _print(records)
     raise typer.Exit(EXIT_PROBLEM if wrong else 0)
+
+
+def _read(files: list[Path]) -> tuple[list, dict]:
+    """Records and environment of earlier runs; of the same case the last file's count."""
+    need("torch", "triton")
+    from sglang_kt_sm120 import bench
+
+    records, environment = {}, {}
+    for file in files:
+        try:
+            found = json.loads(file.read_text())
+            environment = found.get("environment", {})
+            for row in found["records"]:
+                record = bench.Record(**row)
+                key = (record.shape, record.n, record.k, record.m, record.candidate)
+                records[key] = record
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise typer.BadParameter(f"{file} holds no benchmark: {error}") from None
+    return list(records.values()), environment
 
 
 def _print(records) -> None:
     names = list(dict.fromkeys(record.candidate for record in records))
     columns = ("layer", "N,K", "M", *(f"{name} us" for name in names))
     shown = table(*columns, whole=columns[1:])
-    for (layer, n, k, m), by_name in _cases(records).items():
-        best = min((r.us for name, r in by_name.items() if r.us and name != FLOOR), default=None)
+    for (layer, n, k, m), by_name in plots.cases(records).items():
+        best = min(
+            (r.us for name, r in by_name.items() if r.us and name != plots.FLOOR), default=None
+        )
         times = []
         for name in names:
             us = by_name[name].us if name in by_name else None
@@ -103,39 +138,8 @@ def _print(records) -> None:
             err.print(f"[yellow]{where}:[/] {escape(record.note)}")
 
 
-def _cases(records) -> dict[tuple, dict[str, Any]]:
-    cases: dict[tuple, dict[str, Any]] = {}
-    for record in records:
-        key = (record.shape, record.n, record.k, record.m)
-        cases.setdefault(key, {})[record.candidate] = record
-    return cases
-
-
 def _write_csv(file: Path, rows: list[dict]) -> None:
     with file.open("w", newline="") as handle:
         writer = csv.DictWriter(handle, fieldnames=list(rows[0]))
         writer.writeheader()
         writer.writerows(rows)
-
-
-def _draw(file: Path, records) -> None:
-    """Draw, for each layer, time over the measured read floor against M, a line per candidate."""
-    from matplotlib.figure import Figure
-
-    layers = list(dict.fromkeys((record.shape, record.n, record.k) for record in records))
-    figure = Figure(figsize=(4 * min(4, len(layers)), 3 * -(-len(layers) // 4)), layout="tight")
-    axes = figure.subplots(-(-len(layers) // 4), min(4, len(layers)), squeeze=False).flatten()
-    for axis, (name, n, k) in zip(axes, layers, strict=False):
-        cases = {c[3]: r for c, r in _cases(records).items() if c[:3] == (name, n, k)}
-        for candidate in dict.fromkeys(record.candidate for record in records):
-            points = [
-                (m, row[candidate].us / row[FLOOR].us)
-                for m, row in cases.items()
-                if candidate in row and row[candidate].us and row[FLOOR].us
-            ]
-            if points and candidate != FLOOR:
-                axis.plot(*zip(*points, strict=True), marker="o", label=candidate)
-        axis.set(title=f"{name} {n}x{k}", xscale="log", xlabel="M", ylabel="time / read floor")
-        axis.axhline(1, color="grey", linewidth=0.5)
-        axis.legend(fontsize="small")
-    figure.savefig(file, dpi=120)

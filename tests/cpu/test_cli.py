@@ -208,6 +208,24 @@ def test_bench_writes_what_it_timed(us, code, monkeypatch, tmp_path):
     assert files[1].read_bytes().startswith(b"\x89PNG")
     assert "35.00" in run("bench", code=code).stdout
 
+    written, again = tmp_path / "out.json", tmp_path / "again.png"
+    written.write_text(json.dumps(answer))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    shown = run("bench", "--from", str(written), "--plot", str(again), "--json", code=code)
+    assert json.loads(shown.stdout)["records"] == answer["records"]
+    assert again.read_bytes().startswith(b"\x89PNG")
+    written.write_text("{}")
+    assert "holds no benchmark" in " ".join(
+        run("bench", "--from", str(written), code=2).stderr.split()
+    )
+
+
+def test_a_plot_holds_every_candidate_over_the_floor():
+    from sglang_kt_sm120.cli import plots
+
+    (lines,) = plots.curves([*records(8.0), *records(None)[:1]]).values()
+    assert lines == {"ours": [(16, 2.0)], "stock": [(1, 8.75), (16, 8.75)]}
+
 
 def test_version():
     from sglang_kt_sm120 import __version__
