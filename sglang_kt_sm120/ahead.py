@@ -107,7 +107,7 @@ def _launch(item: Compiled, arch: str | None, pdl: bool, dtype: torch.dtype) -> 
     A variant that only quantised input meets takes the same kernel behind a quantisation.
     """
     weight = torch.empty(item.n, item.k, dtype=torch.float8_e4m3fn)
-    scale = torch.empty(-(-item.n // 128), item.k // 128)
+    scale = torch.empty(-(-item.n // 128), item.k // 128, dtype=torch.float32)
     x = torch.empty(item.m, item.k, dtype=dtype)
     counters = torch.empty(4096, dtype=torch.int32)
     backend.run(x, weight, scale, None, dtype, item.config, counters, arch=arch, pdl=pdl)

@@ -113,8 +113,12 @@ def make_weights(n: int, k: int, device, l2_bytes: int) -> tuple[list, list]:
     copies = max(2, -(-3 * l2_bytes // (n * k)))
     weights, scales = [], []
     for _ in range(copies):
-        weights.append((torch.randn(n, k, device=device) * 60).to(torch.float8_e4m3fn))
-        scales.append(torch.rand(-(-n // 128), k // 128, device=device) * 0.02 + 1e-3)
+        weights.append(
+            (torch.randn(n, k, dtype=torch.float32, device=device) * 60).to(torch.float8_e4m3fn)
+        )
+        scales.append(
+            torch.rand(-(-n // 128), k // 128, dtype=torch.float32, device=device) * 0.02 + 1e-3
+        )
     return weights, scales
 
 
@@ -129,7 +133,7 @@ def make_cases(
             heuristic.counters_needed(shape.n, shape.k), dtype=torch.int32, device=device
         )
         for m in rows:
-            x = torch.randn(m, shape.k, device=device).to(dtype)
+            x = torch.randn(m, shape.k, dtype=torch.float32, device=device).to(dtype)
             yield Case(shape.name, m, shape.n, shape.k, x, weights, scales, counters)
         del weights, scales
 

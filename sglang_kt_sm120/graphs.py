@@ -54,13 +54,14 @@ class Row:
 class Where:
     """Where graphs are captured: their memory pool, the stream, and one beside it.
 
-    `kept` are the graphs of all layers: like a server's they live on, and share the pool.
+    `kept` are the graphs of all layers with their inputs: like a server's they live on, and share
+    the pool.
     """
 
     pool: tuple
     stream: torch.cuda.Stream
     side: torch.cuda.Stream
-    kept: list[torch.cuda.CUDAGraph] = field(default_factory=list)
+    kept: list[tuple[torch.cuda.CUDAGraph, list[torch.Tensor]]] = field(default_factory=list)
 
     def bytes(self) -> int:
         """Memory that the pool holds now."""
@@ -73,13 +74,17 @@ class Layer:
 
     def __init__(self, linear: shapes.Linear, device: torch.device):
         self.name, n, k = f"{linear.name} [{linear.n}, {linear.k}]", linear.n, linear.k
-        self.weight = torch.randn(n, k, device=device).to(torch.float8_e4m3fn)
-        self.scale = torch.rand(-(-n // 128), k // 128, device=device) + 0.01
+        values = torch.randn(n, k, dtype=torch.float32, device=device)
+        self.weight = values.to(torch.float8_e4m3fn)
+        self.scale = torch.rand(-(-n // 128), k // 128, dtype=torch.float32, device=device)
+        self.scale += 0.01
         self.linear = Sm120BlockFp8Linear(_no_stock)
         self.linear.prepare(self.weight, self.scale)
 
     def inputs(self, bs: int) -> torch.Tensor:
-        return torch.randn(bs, self.weight.shape[1], device=self.weight.device).bfloat16()
+        return torch.randn(
+            bs, self.weight.shape[1], dtype=torch.bfloat16, device=self.weight.device
+        )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self.linear(
@@ -111,8 +116,8 @@ def _check_batch(layers: list[Layer], bs: int, where: Where) -> Row:
     alone = torch.cuda.graph_pool_handle()  # what is captured only to be compared
     try:
         before = where.bytes()
-        row.capture_ms, graph = _compare(row, "all layers", layers, bs, where, in_order)
-        where.kept.append(graph)
+        row.capture_ms, graph, inputs = _compare(row, "all layers", layers, bs, where, in_order)
+        where.kept.append((graph, inputs))
         row.pool_mib = (where.bytes() - before) / 2**20
         where = replace(where, pool=alone)
         for layer in layers:
@@ -144,7 +149,10 @@ def on_two_streams(layers: list[Layer], xs: list[torch.Tensor], where: Where) ->
 
 
 def _compare(row: Row, name: str, layers: list[Layer], bs: int, where: Where, run: Callable):
-    """Capture `run`, replay it with new inputs, note what differs; return (capture ms, graph)."""
+    """Capture `run`, replay it with new inputs, note what differs.
+
+    Returns (capture ms, graph, its inputs): replaying needs both alive.
+    """
     static = [layer.inputs(bs) for layer in layers]
     stream = where.stream
     stream.wait_stream(torch.cuda.current_stream())
@@ -168,7 +176,7 @@ def _compare(row: Row, name: str, layers: list[Layer], bs: int, where: Where, ru
             difference = first_difference(got, eager)
             if difference:
                 row.failures.append(f"{name}: {layer.name} at batch size {bs}: {difference}")
-    return capture_ms, graph
+    return capture_ms, graph, static
 
 
 def first_difference(got: torch.Tensor, expected: torch.Tensor) -> str | None:

@@ -81,7 +81,8 @@ def _launch(linear, weight, weight_scale, dtype, ms: list[int]) -> None:
         x = torch.zeros(m, k, dtype=dtype, device=weight.device)
         given = {}
         if dtype is torch.float8_e4m3fn:
-            given["input_scale"] = torch.ones(m, k // select.BLOCK, device=weight.device)
+            blocks = k // select.BLOCK
+            given["input_scale"] = torch.ones(m, blocks, dtype=torch.float32, device=weight.device)
         linear(input=x, weight=weight, block_size=[128, 128], weight_scale=weight_scale, **given)
     if weight.is_cuda:
         torch.cuda.synchronize(weight.device)

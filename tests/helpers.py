@@ -17,8 +17,9 @@ def block_fp8(n: int, k: int, *, seed: int | None = None, device: str = "cpu"):
     generator = torch.Generator(device)
     generator.manual_seed(torch.seed() % 2**31 if seed is None else seed)
     weight = torch.randn(n, k, generator=generator, device=device).to(torch.float8_e4m3fn)
-    scale = torch.rand(-(-n // 128), -(-k // 128), generator=generator, device=device) + 0.01
-    return weight, scale
+    shape = -(-n // 128), -(-k // 128)
+    scale = torch.rand(shape, generator=generator, device=device, dtype=torch.float32)
+    return weight, scale + 0.01
 
 
 def activation(m: int, k: int, dtype=torch.bfloat16, device: str = "cpu") -> torch.Tensor:

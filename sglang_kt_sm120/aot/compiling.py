@@ -107,9 +107,9 @@ def compile_config(config: Config | None, arch: str, *, dtype: str = "bf16", pdl
     scale = None
     if not config.fused:
         x = torch.empty(rows, K, dtype=torch.float8_e4m3fn, device="meta")
-        scale = torch.empty(K // 128, rows, device="meta").t()
+        scale = torch.empty(K // 128, rows, dtype=torch.float32, device="meta").t()
     weight = torch.empty(N, K, dtype=torch.float8_e4m3fn, device="meta")
-    weight_scale = torch.empty(N // 128, K // 128, device="meta")
+    weight_scale = torch.empty(N // 128, K // 128, dtype=torch.float32, device="meta")
     counters = torch.empty(N, dtype=torch.int32, device="meta")
     call = backend.plan(config, N, K, arch=lowering.get("arch"), pdl=pdl, through=compiler)
     call(x, weight, weight_scale, scale, DTYPES[dtype], config, counters)

@@ -36,7 +36,7 @@ def probe(m: int, n: int, unit_scaled: bool = False, options: dict | None = None
     import torch
 
     a, b = (torch.empty(size, 128, dtype=torch.float8_e4m3fn, device="meta") for size in (m, n))
-    out = torch.empty(m, n, device="meta")
+    out = torch.empty(m, n, dtype=torch.float32, device="meta")
     through(_probe_kernel)[(1,)](
         a, b, out, M=m, N=n, UNIT_SCALED=unit_scaled, num_warps=4, **(options or {})
     )

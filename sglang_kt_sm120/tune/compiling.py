@@ -61,7 +61,7 @@ def compile_one(
         try:
             k = heuristic.GROUP * max(4, config.unroll)
             weight = torch.empty(n, k, dtype=torch.float8_e4m3fn)
-            scale = torch.empty(-(-n // heuristic.GROUP), k // heuristic.GROUP)
+            scale = torch.empty(-(-n // heuristic.GROUP), k // heuristic.GROUP, dtype=torch.float32)
             x = torch.empty(config.block_m, k, dtype=getattr(torch, dtype))
             counters = torch.empty(4096, dtype=torch.int32)
             out = x.dtype

@@ -108,7 +108,11 @@ def test_load_time_warm_up_is_enough_for_every_batch_size(compiled):
     x = torch.empty(5, 1152, dtype=torch.bfloat16, device="cuda")
     backend.run(x, layer.weight, layer.scale, None, x.dtype, CONTROL, None, arch=devices.arch(0))
     assert compiled, "the counter must count"
-    warm.layer(layer.linear, layer.weight, layer.scale, torch.bfloat16)
+    torch.set_default_dtype(torch.bfloat16)  # as sglang does while it loads
+    try:
+        warm.layer(layer.linear, layer.weight, layer.scale, torch.bfloat16)
+    finally:
+        torch.set_default_dtype(torch.float32)
     torch.cuda.synchronize()
     compiled.clear()
     stream = torch.cuda.Stream()

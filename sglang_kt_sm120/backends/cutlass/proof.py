@@ -68,7 +68,10 @@ def _layer(n: int, k: int, device: torch.device, seed: int) -> tuple[torch.Tenso
     for part in weight.split(CHUNK):
         part.random_(0, 256, generator=generator)
         part.masked_fill_((part & 0x7F) == 0x7F, 0)
-    scale = torch.rand(n // 128, k // 128, device=device, generator=generator) + 0.1
+    scale = (
+        torch.rand(n // 128, k // 128, dtype=torch.float32, device=device, generator=generator)
+        + 0.1
+    )
     return weight.view(torch.float8_e4m3fn), scale / (448 * k**0.5)
 
 
@@ -78,7 +81,7 @@ def _compare(product, kernel: limits.Kernel, layer, m: int, dtype, arch) -> str 
     weight, scale = layer
     (n, k), device = weight.shape, weight.device
     generator = torch.Generator(device).manual_seed(m)
-    x = torch.randn(m, k, device=device, generator=generator).to(dtype)
+    x = torch.randn(m, k, dtype=torch.float32, device=device, generator=generator).to(dtype)
     rows = kernel.padded(m)
     codes, scales = kernels.quantise(
         x, column_major=kernel.column_major, rows=rows, options={"arch": arch} if arch else {}
