@@ -318,9 +318,9 @@ def _prepare(method, ours, layer, scale_name: str) -> None:
             warm.layer(ours, weight, scale, dtype)
     except select.NoBackend:
         raise
-    except Exception as error:  # no compiler, no memory, anything: stock it is
+    except Exception as error:  # no compiler, no memory, anything: sglang's own it is
         _failed("warming a layer", error)
-        method.w8a8_block_fp8_linear = ours.stock
+        method.w8a8_block_fp8_linear = request.what_serves(sys.modules.get(FP8_UTILS), ours.stock)
 
 
 def _prove_cutlass(weight, dtype) -> None:

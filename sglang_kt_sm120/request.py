@@ -6,6 +6,7 @@ Hosts rewrite it before dispatch sees it, each era in its own way; here is the o
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from sglang_kt_sm120 import env
@@ -18,12 +19,26 @@ REQUEST_VARIABLES = {
 }
 
 
+#: sglang's linear functions whose kernels SM12x lacks, in the releases where we take their place.
+WITHOUT_A_KERNEL = (
+    "flashinfer_gemm_w8a8_block_fp8_linear_with_fallback",
+    "deepgemm_w8a8_block_fp8_linear_with_fallback",
+)
+TRITON = "triton_w8a8_block_fp8_linear"
+
+
 @dataclass(frozen=True)
 class Request:
     """What was asked for, and how: `backend` as `--fp8-gemm-backend` names it."""
 
     backend: str
     source: str  # "--fp8-gemm-backend cutlass", "SGLANG_...=1", or "" for the default
+
+
+def what_serves(fp8_utils, stock: Callable) -> Callable:
+    """Return `stock`, or sglang's Triton function where `stock` would end the server on SM12x."""
+    hopeless = [getattr(fp8_utils, name, None) for name in WITHOUT_A_KERNEL]
+    return getattr(fp8_utils, TRITON, stock) if stock in hopeless else stock
 
 
 def requested(fp8_utils) -> Request:

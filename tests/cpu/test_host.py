@@ -330,6 +330,21 @@ def test_a_layer_that_cannot_be_warmed_goes_back_to_stock(monkeypatch, lines):
     assert "ZeroDivisionError" in lines[-1].getMessage()
 
 
+def test_and_not_to_a_stock_that_has_no_kernel_here(monkeypatch):
+    """Stock of the reported releases is FlashInfer's trtllm: the server would end after all."""
+    own = types.SimpleNamespace(
+        flashinfer_gemm_w8a8_block_fp8_linear_with_fallback=stock,
+        triton_w8a8_block_fp8_linear=lambda **_: "triton",
+    )
+    monkeypatch.setitem(sys.modules, host.FP8_UTILS, own)
+    monkeypatch.setattr(warm, "layer", lambda *a: 1 / 0)
+    weight, scale = block_fp8(256, 256)
+    made = method()
+    layer = types.SimpleNamespace(weight=weight, weight_scale_inv=scale)
+    host._prepare(made, made.w8a8_block_fp8_linear, layer, "weight_scale_inv")
+    assert made.w8a8_block_fp8_linear is own.triton_w8a8_block_fp8_linear
+
+
 def test_counters_survive_a_host_that_releases_its_memory(monkeypatch):
     """sglang restores a model's buffers after sleeping, in place, and nothing else."""
     counters = torch.zeros(op.COUNTER_SLOTS, 4, dtype=torch.int32)
