@@ -13,8 +13,8 @@ from pathlib import Path
 from tests.hosts import client, lab, releases
 from tests.hosts.probe import MARK
 
-#: The `.pth` line of the interpreter that runs it.
-START = f"import sys; sys.path.append({str(lab.HERE)!r}); import stand_in; stand_in.present()"
+#: The start of a `.pth` line that brings stand_in.py into an interpreter.
+START = f"import sys; sys.path.append({str(lab.HERE)!r}); import stand_in"
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 256,
     "intermediate_size": 512, "num_hidden_layers": 1, "num_attention_heads": 4,
@@ -39,7 +39,9 @@ def play(host: releases.Host, plugin: Path, folder: Path, hook: bool = True) -> 
     lines = releases._site(installed.root).joinpath("layers.pth").read_text().splitlines()
     root = installed.root.with_name(f"{installed.root.name}-one-batch")
     python = (
-        releases._venv(root, [*lines, f"{START}; stand_in.report_at_exit()"]) / "bin" / "python"
+        releases._venv(root, [*lines, f"{START}; stand_in.present(); stand_in.report_at_exit()"])
+        / "bin"
+        / "python"
     )
     (folder / "config.json").write_text(json.dumps(CONFIG))
     old = (host.own / "sglang" / "bench_one_batch.py").is_file()

@@ -43,6 +43,20 @@ def present() -> None:
     sys.meta_path.append(stubs._Finder(UNTOUCHED, _fill))
 
 
+class _Waiting:
+    """First on `sys.meta_path`: presents the machine when sglang is about to be imported."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name == "sglang":
+            sys.meta_path.remove(self)
+            present()
+
+
+def present_to_sglang() -> None:
+    """As `present`, in those processes only that import sglang, and not before."""
+    sys.meta_path.insert(0, _Waiting())
+
+
 def report_at_exit() -> None:
     """On the way out, say what sglang's dispatch is in this process, and what it answers now."""
     atexit.register(_report)
