@@ -49,7 +49,11 @@ def entry(record: dict) -> dict:
     played = record["played"]
     found, broken = judge.everything(record), judge.broken(played)
     if broken:
-        notes = [f"sglang's own import fails, with the plugin and without: {broken}"]
+        pins = [f"{name} {v}" for name, v in record["pins"].items() if name.startswith("transf")]
+        notes = [
+            f"sglang's own import fails, with the plugin and without, beside the {pins[0]} that it "
+            f"pins: {broken}"
+        ]
     else:
         notes = found + read_in_source.differences(record)
     if record["twin"]:
