@@ -19,10 +19,9 @@ from .parts import (
     GDC,
     as_it_is,
     fence,
-    publish_partial,
     quantise_groups,
     split_range,
-    sum_partials,
+    store_tile,
     wait_for_producer,
 )
 
@@ -192,16 +191,10 @@ def _direct_kernel(
     token = tl.arange(0, BLOCK_M)[None, :]
     pointers = out + (token * N + first_row + row)
     inside = (token < M) & (first_row + row < N)
-    if splits == 1:
-        tl.store(pointers, accumulator.to(out.dtype.element_ty), mask=inside)
-    else:
-        offsets = token * BLOCK_N + row
-        partials, is_last = publish_partial(
-            accumulator, offsets, inside, scratch, counters, tile, split, splits, BLOCK_M * BLOCK_N
-        )
-        if is_last:
-            total = sum_partials(partials, offsets, inside, splits, BLOCK_M * BLOCK_N, CHUNK)
-            tl.store(pointers, total.to(out.dtype.element_ty), mask=inside)
+    store_tile(
+        accumulator, pointers, inside, token, row, scratch, counters,
+        tile, split, splits, BLOCK_M, BLOCK_N, CHUNK,
+    )  # fmt: skip
 
 
 def direct(

@@ -167,3 +167,32 @@ def sum_partials(base, offsets, mask, splits, SIZE: tl.constexpr, CHUNK: tl.cons
                 cache_modifier=".cg",
             )
     return total
+
+
+@triton.jit
+def store_tile(
+    accumulator,  # [R, C] fp32, this split's sum
+    pointers,  # [R, C], where the output's elements lie
+    inside,  # [R, C] bool
+    token,  # [R, 1] or [1, C] int32
+    row,  # the other way round
+    scratch,
+    counters,
+    tile,
+    split,
+    splits,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Store a tile of the output: at once if it has one split, else by the split that ends last."""
+    if splits == 1:
+        tl.store(pointers, accumulator.to(pointers.dtype.element_ty), mask=inside)
+    else:
+        offsets = token * BLOCK_N + row
+        partials, is_last = publish_partial(
+            accumulator, offsets, inside, scratch, counters, tile, split, splits, BLOCK_M * BLOCK_N
+        )
+        if is_last:
+            total = sum_partials(partials, offsets, inside, splits, BLOCK_M * BLOCK_N, CHUNK)
+            tl.store(pointers, total.to(pointers.dtype.element_ty), mask=inside)
