@@ -82,6 +82,8 @@ def failures(
         found += conversions(config, counts, loop)
     if config.unit_scaled and not mma.get("QMMA.SF"):
         found.append("dot_scaled is not lowered to a block-scaled mma")
+    if record["source"] == "sass" and not record["model"]:
+        found.append("no loop with an mma in the SASS: nothing of it could be judged")
     share = record["model"].get("non_tensor_share", 0.0)
     if config.kernel == "tiled" and share > NON_TENSOR_SHARE:
         found.append(f"issue slots that are not mma: {share} of the tensor cycles")

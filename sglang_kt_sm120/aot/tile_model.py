@@ -37,7 +37,7 @@ def main_loop(sass: str) -> list[tuple[str, str]]:
     best: list[tuple[str, str]] = []
     most = (0, 0)
     for index, (name, operands) in enumerate(lines):
-        target = re.search(r"\((\.L_x_\d+)\)", operands) if name == "BRA" else None
+        target = re.search(r"\((\.L_x_\d+)\)", operands) if name.startswith("BRA") else None
         if target and labels.get(target[1], index + 1) <= index:
             body = lines[labels[target[1]] : index + 1]
             count = sum(name.startswith(("QMMA", "HMMA")) for name, _ in body)

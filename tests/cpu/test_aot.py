@@ -113,7 +113,8 @@ def test_a_spilling_variant_is_caught():
 def failures(config=heuristic.WIDE16, counts=(), loop=(), fp8=True, **record):
     """What the gates say of a good kernel in which this much is bad."""
     good = {
-        "spills": 0, "local": 0, "shared_bytes": 4096, "mma": {"QMMA": 16}, "model": {},
+        "spills": 0, "local": 0, "shared_bytes": 4096, "mma": {"QMMA": 16},
+        "model": {"non_tensor_share": 0.2}, "source": "sass",
     }  # fmt: skip
     counts, loop = Counter(dict(counts)), Counter(dict(loop))
     return gates.failures(config, good | record, counts, loop, fp8)
@@ -129,6 +130,7 @@ def test_each_gate_fails_on_a_bad_kernel():
         "HMMA": {"mma": {"QMMA": 16, "HMMA": 1}},
         "dot_scaled": {"config": replace(heuristic.LARGE, unit_scaled=True)},
         "issue slots": {"config": heuristic.LARGE, "model": {"non_tensor_share": 0.51}},
+        "no loop": {"model": {}},
         "'other'": {"counts": {"F2FP.F16.E4M3.UNPACK_B": 1}},
         "'E4M3 pack'": {"counts": {"F2FP.SATFINITE.E4M3.F32.PACK_AB": 1}},  # WIDE16 quantises not
         "'output pack'": {"counts": {"F2FP.BF16.F32.PACK_AB": 17}},  # two branches of 8
