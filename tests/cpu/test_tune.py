@@ -366,6 +366,12 @@ def test_the_bound_on_shared_memory_is_below_what_the_compiler_takes():
             assert table.shared_bytes(variant) >= 0.9 * need.shared_bytes
 
 
+def as_recorded(need: heuristic.Resources, variant: heuristic.Config) -> bool:
+    """Whether an SM holds as many programs as by the recorded numbers, which differ by Triton."""
+    held = heuristic.resident(need, variant.num_warps, DEVICE)
+    return held == heuristic.programs_per_sm(variant, DEVICE)
+
+
 def test_a_variant_is_compiled_and_judged_for_a_card_that_is_not_here():
     pytest.importorskip("triton")
     from sglang_kt_sm120 import aot
@@ -373,7 +379,7 @@ def test_a_variant_is_compiled_and_judged_for_a_card_that_is_not_here():
 
     good = heuristic.NARROW8
     look = compiling.compile_one(good, 2112, (12, 0), None, True, "bfloat16")
-    assert compiling.judge(look, DEVICE) == heuristic.RESOURCES[good]
+    assert as_recorded(compiling.judge(look, DEVICE), good)
     measured = aot.measure(good, "sm_120a")
     assert [look[key] for key in ("registers", "spills", "shared_bytes")] == [
         measured[key] for key in ("registers", "spills", "shared_bytes")
@@ -401,7 +407,7 @@ def test_processes_compile_ahead_and_are_asked_once():
     try:
         builds.ask([heuristic.NARROW8, heuristic.NARROW8], 2112)
         builds.ask([heuristic.NARROW8], 4096)
-        assert builds.need(heuristic.NARROW8, 2112) == heuristic.RESOURCES[heuristic.NARROW8]
+        assert as_recorded(builds.need(heuristic.NARROW8, 2112), heuristic.NARROW8)
         assert builds.progress() == (1, 1)
         assert builds.waited > 0
         before = builds.waited
