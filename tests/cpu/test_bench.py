@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="bench times Triton kernels")
 
-from sglang_kt_sm120 import bench
+from sglang_kt_sm120 import baselines, bench
+from sglang_kt_sm120.backends import reference as oracle
 
 
 def case(m=3, n=200, k=256):
@@ -61,3 +65,88 @@ def test_it_refuses_without_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(RuntimeError, match="CUDA"):
         bench.run([], [1], [])
+
+
+def quantised(x, *, column_major=False, align=1, options=None):
+    """What the quantisation kernel hands out, in plain torch."""
+    codes, scale = oracle.quantise(x)
+    if column_major:
+        rows = -(-x.shape[0] // align) * align
+        laid_out = torch.full((scale.shape[1], rows), float("nan")).t()[: x.shape[0]]
+        scale = laid_out.copy_(scale)
+    return codes, scale
+
+
+def fake_libraries(monkeypatch) -> None:
+    """Modules that multiply in float64 and insist on the layouts that the real ones read."""
+
+    def fp8_gemm_nt(a, b, out):
+        (codes, scale), (weight, weight_scale) = a, b
+        assert scale.stride() == (1, -(-scale.shape[0] // 4) * 4), "TMA wants aligned columns"
+        out.copy_(oracle.multiply(codes, scale, weight, weight_scale))
+
+    def fp8_blockwise_scaled_mm(codes, weight, scale, weight_scale, out_dtype):
+        assert scale.stride(0) == 1
+        assert weight_scale.stride(0) == 1
+        return oracle.multiply(codes, scale, weight.T, weight_scale.T).to(out_dtype)
+
+    def gemm_fp8_nt_groupwise(a, b, a_scale, b_scale, scale_major_mode, out_dtype, backend):
+        assert (scale_major_mode, backend) == ("K", "cutile")
+        assert a_scale.is_contiguous()
+        return oracle.multiply(a, a_scale, b, b_scale).to(out_dtype)
+
+    flashinfer = SimpleNamespace(__name__="flashinfer")
+    monkeypatch.setitem(sys.modules, "deep_gemm", SimpleNamespace(fp8_gemm_nt=fp8_gemm_nt))
+    sgl = SimpleNamespace(fp8_blockwise_scaled_mm=fp8_blockwise_scaled_mm)
+    monkeypatch.setitem(sys.modules, "sgl_kernel", sgl)
+    monkeypatch.setitem(sys.modules, "flashinfer", flashinfer)
+    gemm = SimpleNamespace(gemm_fp8_nt_groupwise=gemm_fp8_nt_groupwise)
+    monkeypatch.setitem(sys.modules, "flashinfer.gemm", gemm)
+    monkeypatch.setattr(baselines.kernels, "quantise", quantised)
+
+
+@pytest.mark.parametrize("name", ["deepgemm", "cutlass", "cutile"])
+def test_libraries_get_the_layouts_that_they_read(name, monkeypatch):
+    fake_libraries(monkeypatch)
+    (candidate,) = [c for c in bench.libraries() if c.name == name]
+    assert candidate.scales == "fp32"
+    this = case(m=5, n=256)
+    error = bench.relative_error(candidate.prepare(this)(1), bench.reference(this, 1))
+    assert error < candidate.tolerance == 2e-3
+
+
+def test_a_library_is_listed_where_it_imports_and_the_host_has_none(monkeypatch):
+    names = ("deep_gemm", "sgl_kernel", "flashinfer")
+    for name in names:
+        monkeypatch.setitem(sys.modules, name, None)  # importing it fails
+    assert bench.libraries() == []
+    fake_libraries(monkeypatch)
+    scales = {c.name: c.scales for c in bench.libraries(without={"cutlass"})}
+    assert scales == {"deepgemm": "fp32", "cutile": "fp32", "b12x": "ue8m0"}
+
+
+def test_counters_are_read_from_the_profilers_csv():
+    sys.path.insert(0, str(Path(__file__).parents[1] / "gpu"))
+    try:
+        import counters
+    finally:
+        del sys.path[0]
+    metrics = list(counters.METRICS.values())
+    units = ["ns" if "time" in m else "Mbyte" if "bytes" in m else "%" for m in metrics]
+
+    def row(identity, kernel, nanoseconds):
+        values = [nanoseconds if "time" in m else "117.5" for m in metrics]
+        return ",".join(f'"{cell}"' for cell in (identity, kernel, *values))
+
+    header = ",".join(f'"{cell}"' for cell in ("ID", "Kernel Name", *metrics))
+    unit_row = ",".join(f'"{cell}"' for cell in ("", "", *units))
+    lines = [
+        "==PROF== Profiling", header, unit_row,
+        row("0", "_direct_kernel", "9,000"), row("1", "_quantise_kernel", "1,500"),
+        row("2", "_pipelined_kernel", "36,000"),
+    ]  # fmt: skip
+    found = counters.cases("7168x16384", "4,16", counters.parse("\n".join(lines)))
+    assert [(r["kernel"], r["m"], r["us"]) for r in found] == [
+        ("_direct_kernel", 4, 9.0), ("_quantise_kernel", 16, 1.5), ("_pipelined_kernel", 16, 36.0),
+    ]  # fmt: skip
+    assert found[0]["dram_bytes"] == 117.5e6
