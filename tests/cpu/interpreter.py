@@ -1,8 +1,9 @@
 """Triton's interpreter with correct FP8 and bf16 casts.
 
 Triton's own conversion drops carries when it rounds to e4m3 (31.1 becomes 16), wraps above 464,
-reads e4m3's NaN as 480 and truncates fp32 to bf16; its fma rounds twice. Triton 3.9's makes an integer block of a scalar comparison,
-which it then refuses as a mask. `enable()` replaces these, the conversions by torch's.
+reads e4m3's NaN as 480 and truncates fp32 to bf16; its fma rounds twice. Triton 3.9's makes an
+integer block of a scalar comparison, which it then refuses as a mask. `enable()` replaces these,
+the conversions by torch's.
 It must run before anything imports triton, so interpreted tests live in a process of their own.
 """
 
