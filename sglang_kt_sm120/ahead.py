@@ -90,8 +90,7 @@ def compile_all(
             device,
             dtype=str(dtype).removeprefix("torch."),
             deterministic=deterministic,
-            # Layers make bf16 of quantised input; a server of fp16 models gets none.
-            prequantised=(False, True) if dtype is torch.bfloat16 else (False,),
+            prequantised=(False,),  # as warm.py
         )
     ]
     with compile_only(target or device.capability), ThreadPoolExecutor(jobs) as pool:
@@ -102,10 +101,7 @@ def compile_all(
 
 
 def _launch(item: Compiled, arch: str | None, pdl: bool, dtype: torch.dtype) -> None:
-    """Go through the backend with tensors that are never read; their pages are never touched.
-
-    A variant that only quantised input meets takes the same kernel behind a quantisation.
-    """
+    """Go through the backend with tensors that are never read; their pages are never touched."""
     weight = torch.empty(item.n, item.k, dtype=torch.float8_e4m3fn)
     scale = torch.empty(-(-item.n // 128), item.k // 128, dtype=torch.float32)
     x = torch.empty(item.m, item.k, dtype=dtype)

@@ -31,7 +31,8 @@ def layer(linear, weight: torch.Tensor, weight_scale: torch.Tensor, dtype: torch
 
     The first layer of a process compiles, in parallel, what DeepSeek-R1's and smaller shapes need
     (`variants.SHAPES`), so that later layers find their kernels; one line says how many and how
-    long. Input that arrives quantised is met too, where the activations are bf16.
+    long. Input that arrives quantised is not met here: no released host gives any to a function
+    that is not its own, and every start would pay for it.
 
     Args:
         linear: The layer's `Sm120BlockFp8Linear`, prepared.
@@ -67,23 +68,13 @@ def layer(linear, weight: torch.Tensor, weight_scale: torch.Tensor, dtype: torch
                 raise
             op.forget_choices()
             _launch(linear, weight, weight_scale, dtype, representatives(problem, device, cutlass))
-        if dtype is torch.bfloat16:  # what a layer makes of quantised input is bf16
-            given = replace(problem, prequantised=True)
-            ms = representatives(given, device, cutlass)
-            _launch(linear, weight, weight_scale, torch.float8_e4m3fn, ms)
     _warmed.add(key)
 
 
 def _launch(linear, weight, weight_scale, dtype, ms: list[int]) -> None:
-    """Call the layer with each M; with quantised input where `dtype` is e4m3."""
-    k = weight.shape[1]
     for m in ms:
-        x = torch.zeros(m, k, dtype=dtype, device=weight.device)
-        given = {}
-        if dtype is torch.float8_e4m3fn:
-            blocks = k // select.BLOCK
-            given["input_scale"] = torch.ones(m, blocks, dtype=torch.float32, device=weight.device)
-        linear(input=x, weight=weight, block_size=[128, 128], weight_scale=weight_scale, **given)
+        x = torch.zeros(m, weight.shape[1], dtype=dtype, device=weight.device)
+        linear(input=x, weight=weight, block_size=[128, 128], weight_scale=weight_scale)
     if weight.is_cuda:
         torch.cuda.synchronize(weight.device)
 
@@ -96,7 +87,8 @@ def _compile(weight, weight_scale, dtype, device: select.Device, deterministic: 
     from sglang_kt_sm120.backends import triton as backend
 
     index = weight.device.index if weight.is_cuda else None
-    configs = [met.config for met in variants.shared(device, deterministic=(deterministic,))]
+    met = variants.shared(device, deterministic=(deterministic,), prequantised=(False,))
+    configs = [variant.config for variant in met]
     tuned = [] if deterministic else select.tuned_configs(device)
     options = {"arch": devices.arch(index), "pdl": env.PDL.get()}
 

@@ -113,7 +113,7 @@ print(len(compiled), sorted(set(compiled)))
     [("bfloat16", "any order"), ("bfloat16", "deterministic"), ("float16", "any order")],
 )
 def test_a_server_finds_all_it_looks_up(dtype, order, tmp_path):
-    """Also what its first layer compiles for all, and what quantised input takes."""
+    """Also what its first layer compiles for all."""
     gpu = "NVIDIA RTX PRO 6000 Blackwell Workstation Edition"
     environ = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-m", "sglang_kt_sm120", "warm", "--gpu", gpu, "--json"]

@@ -72,27 +72,3 @@ def test_rows_of_counters_keep_their_alignment(monkeypatch):
         counters = op.counters_for(n, 7168, torch.device("cuda"))
         assert counters.shape[0] == op.COUNTER_SLOTS
         assert all(row.data_ptr() % 16 == 0 for row in counters.unbind())
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_input_that_arrives_quantised_is_warmed_too(dtype, monkeypatch):
-    """Such a call may come first in capture. Its output is bf16, so fp16 models get none."""
-    card = devices.describe(RTX)
-    monkeypatch.setattr(devices, "device", lambda index: card)
-    monkeypatch.setattr(warm, "_compile", lambda *arguments: 0)
-    monkeypatch.setattr(warm, "_warmed", set())
-    calls = []
-
-    def linear(input, weight, block_size, weight_scale, input_scale=None):
-        calls.append((input, input_scale))
-
-    n, k = 2112, 1024
-    warm.layer(linear, torch.empty(n, k, dtype=op.checks.E4M3), torch.empty(17, 8), dtype)
-    given = [(x.shape[0], scale.shape) for x, scale in calls if x.dtype is op.checks.E4M3]
-    assert {x.dtype for x, scale in calls if scale is None} == {dtype}
-    if dtype is torch.float16:
-        assert given == []
-        return
-    problem = select.Problem(1, n, k, prequantised=True)
-    assert [m for m, _ in given] == warm.representatives(problem, card)
-    assert all(shape == (m, k // 128) for m, shape in given)
