@@ -106,6 +106,11 @@ def main() -> None:
             unpack(wheels, Path(folder, name))
         if Path(folder, "common", "sgl_kernel").is_dir():
             stand_in(Path(folder, "common"))
+        for name in names:
+            if name.startswith("sglang-"):  # upstream imports it whatever is asked of it
+                package = Path(folder, name, "xgrammar")
+                package.mkdir()
+                shutil.copy(LISTS.parent / "stand_in_xgrammar.py", package / "__init__.py")
         shutil.rmtree(Path(folder, "wheels"))
         # -9: a dictionary wide enough to find what two versions of one package share.
         pack = f"tar -C {folder} -cf - {' '.join(names)} | xz -9 > {out}"
