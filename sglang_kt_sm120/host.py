@@ -31,6 +31,8 @@ METHODS = (
     (FP8, "Fp8LinearMethod", "weight_scale_inv"),
     (COMPRESSED_TENSORS, "CompressedTensorsW8A8Fp8", "weight_scale"),
 )
+#: Callers of seam one that have no seam two: sglang's diffusion models load layers of their own.
+OTHERS = "sglang.multimodal_gen."
 KNOWN_ARGUMENTS = {"weight_block_size", "act_scale_ue8m0"}
 FLAGS_THAT_WORK = "--fp8-gemm-backend auto or triton"
 
@@ -117,6 +119,8 @@ def _wrap_dispatch(fp8_utils) -> bool:
 
     @functools.wraps(original)
     def dispatch(*args, **kwargs):
+        if sys._getframe(1).f_globals.get("__name__", "").startswith(OTHERS):
+            return original(*args, **kwargs)
         return _dispatch(original, fp8_utils, args, kwargs)
 
     dispatch.sglang_kt_sm120 = True

@@ -131,9 +131,10 @@ class Known:
     Attributes:
         proven: Kernels that passed their probe, in the order of preference.
         struck: (kernel, why not) of those that did not.
-        host_default: The host's own `auto` on this GPU is CUTLASS.
+        host_default: The kernel that the host's own `auto` on this GPU takes, "" where that is no
+            CUTLASS.
     """
 
     proven: tuple[str, ...] = ()
     struck: tuple[tuple[str, str], ...] = ()
-    host_default: bool = False
+    host_default: str = ""

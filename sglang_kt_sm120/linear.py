@@ -53,8 +53,8 @@ class Sm120BlockFp8Linear:
             raise ValueError(
                 f"weight [{n}, {k}] has strides {list(weight.stride())}; expected [{k}, 1]"
             )
-        if not weight_scale.is_contiguous():
-            weight_scale.data = weight_scale.data.contiguous()
+        if not weight_scale.is_contiguous() or weight_scale.data_ptr() % 16:  # see op.aligned
+            weight_scale.data = weight_scale.data.clone(memory_format=torch.contiguous_format)
         index = weight.get_device()
         kept = self.prepared
         if kept is None or kept.shape != weight.shape or kept.index != index:

@@ -131,7 +131,7 @@ def _decide(x, x_scale, weight, weight_scale, out_dtype) -> tuple:
     device = devices.device(index)
     problem = problem_of(x.shape[0], n, k, out_dtype, prequantised=x_scale is not None)
     choice = select.choose(problem, device, known_cutlass(x.device, n, k, out_dtype))
-    key = _require_compiled(choice, problem, x) if index is not None else None
+    key = _require_compiled(choice, problem, x, x_scale) if index is not None else None
     backend = import_module(f"{NAMESPACE}.backends.{choice.backend}")
     options = {"arch": devices.arch(index), "pdl": env.PDL.get()}
     if hasattr(backend, "plan"):  # works out once what no call of this layer changes
@@ -139,13 +139,14 @@ def _decide(x, x_scale, weight, weight_scale, out_dtype) -> tuple:
     return functools.partial(backend.run, **options), choice, key
 
 
-def _require_compiled(choice: select.Choice, problem: select.Problem, x: torch.Tensor) -> tuple:
+def _require_compiled(choice, problem: select.Problem, x: torch.Tensor, x_scale) -> tuple:
     """Refuse a kernel whose first launch would fall into a CUDA-graph capture; return its key.
 
     Compiling it, or loading its module, would kill the capture with an error that names neither.
     """
     variant = choice.config.variant() if hasattr(choice.config, "variant") else None
     key = (choice.backend, variant, x.device, x.dtype, problem.dtype, problem.n % 16 == 0)
+    key += () if x_scale is None else _specialised(x_scale)
     with torch.cuda.device(x.device):  # capture is asked of a device's current stream
         capturing = torch.cuda.is_current_stream_capturing()
     if capturing:
@@ -157,6 +158,11 @@ def _require_compiled(choice: select.Choice, problem: select.Problem, x: torch.T
             "rows before capture (sglang does), or `sglang_kt_sm120.warm.layer` when it is loaded",
         )
     return key
+
+
+def _specialised(scale: torch.Tensor) -> tuple:
+    """Return what of the strides Triton compiles anew for."""
+    return tuple((stride == 1, stride % 16 == 0) for stride in scale.stride())
 
 
 def known_cutlass(device: torch.device, n: int, k: int, dtype: torch.dtype) -> limits.Known:
@@ -201,7 +207,8 @@ def _run(x, x_scale, weight, weight_scale, out_dtype, counters, decision=None):
     key = (
         select.bucket(max(m, 1)), x.shape[1:], weight.shape, weight_scale.shape, x.dtype, out_dtype,
         weight.dtype, weight_scale.dtype, x.device, weight.device, weight_scale.device,
-        None if x_scale is None else (x_scale.shape[1:], x_scale.dtype, x_scale.device),
+        None if x_scale is None
+        else (x_scale.shape[1:], x_scale.dtype, x_scale.device, _specialised(x_scale)),
     )  # fmt: skip
     decided = _choices.get(key)
     if decided is None or (x_scale is not None and x_scale.shape[0] != m):
@@ -215,8 +222,10 @@ def _run(x, x_scale, weight, weight_scale, out_dtype, counters, decision=None):
         decided = _decide(x, x_scale, weight, weight_scale, out_dtype)
     run, choice, variant = decided
     x = aligned(x)
-    if not weight_scale.is_contiguous():
-        weight_scale = weight_scale.contiguous()
+    if not weight_scale.is_contiguous() or weight_scale.data_ptr() % 16:
+        weight_scale = weight_scale.clone(memory_format=torch.contiguous_format)
+    if x_scale is not None and x_scale.data_ptr() % 16:
+        x_scale = x_scale.clone(memory_format=torch.preserve_format)
     index = x.get_device()
     if counters is not None:
         slot = _slot(index) if index == counters.get_device() >= 0 else counters.shape[0]

@@ -38,7 +38,8 @@ class Request:
 def what_serves(fp8_utils, stock: Callable) -> Callable:
     """Return `stock`, or sglang's Triton function where `stock` would end the server on SM12x."""
     hopeless = [getattr(fp8_utils, name, None) for name in WITHOUT_A_KERNEL]
-    return getattr(fp8_utils, TRITON, stock) if stock in hopeless else stock
+    function = getattr(stock, "func", stock)  # newer releases hand out partials of them
+    return getattr(fp8_utils, TRITON, stock) if function in hopeless else stock
 
 
 def requested(fp8_utils) -> Request:

@@ -152,7 +152,11 @@ def choose(
     elif tabled and (row.backend != "cutlass" or kernel):
         winner, evidence = row.backend, answer.found.kind
         reason = f"tuned at M={row.m} on {answer.found.table.gpu['name']}"
-    elif reasons["cutlass"] is None and cutlass.host_default and problem.m > DECODE_M:
+    elif (
+        reasons["cutlass"] is None
+        and cutlass.host_default in cutlass.proven
+        and problem.m > DECODE_M
+    ):
         winner, evidence = "cutlass", "host default"
         reason = "M > 64, N and K multiples of 128: the host's own default, proven on this layer"
     elif reasons["triton"] is None:
@@ -170,7 +174,8 @@ def choose(
 
     table = answer.found.title() if row is not None and row.backend == winner else ""
     if winner == "cutlass":
-        config = limits.Cutlass((kernel if table else "") or cutlass.proven[0])
+        default = cutlass.host_default if evidence == "host default" else cutlass.proven[0]
+        config = limits.Cutlass(kernel if table and kernel else default)
     elif winner == "triton":
         config = row.config if table else heuristic.config_for(problem, device)
     else:
@@ -217,13 +222,13 @@ def drop_tables(problem: Problem, device: Device, reason: str) -> bool:
 
 
 def wanted_kernels(
-    problem: Problem, device: Device, host_default: bool
+    problem: Problem, device: Device, host_default: str
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return which of the host's CUTLASS kernels have to be probed for the shape of `problem`.
 
-    Two tuples of names: those that a tuned table names, each wanted for itself, and those of which
-    the first that proves right will do. A kernel that no choice could take is not asked for, since
-    its first call may compile for minutes.
+    Two tuples of names: those that a tuned table names, or the host's own default is, each wanted
+    for itself, and those of which the first that proves right will do. A kernel that no choice
+    could take is not asked for, since its first call may compile for minutes.
     """
     if not device.cuda or problem.deterministic:
         return (), ()
@@ -233,9 +238,9 @@ def wanted_kernels(
     tuned = [(row.config or {}).get("kernel") for row in rows if row.backend == "cutlass"]
     forced = env.BACKEND.get()
     anyone = forced == "cutlass" or (
-        forced == "auto" and (host_default or None in tuned or "triton" in _disabled())
+        forced == "auto" and (None in tuned or "triton" in _disabled())
     )
-    named = tuple(name for name in usable if forced == "auto" and name in tuned)
+    named = tuple(n for n in usable if forced == "auto" and n in (*tuned, host_default))
     return named, usable if anyone else ()
 
 

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from importlib import import_module
 
 import torch
 
@@ -60,15 +61,33 @@ def layer(linear, weight: torch.Tensor, weight_scale: torch.Tensor, dtype: torch
             seconds = time.perf_counter() - start
             logger.info("sglang-kt-sm120: %d kernel variants ready in %.1f s", count, seconds)
             _warmed.add((weight.device, dtype))
+        failure = None
         try:
             _launch(linear, weight, weight_scale, dtype, ms)
-        except Exception as error:  # whatever a tuned configuration fails with: see drop_tables
-            reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-            if not select.drop_tables(problem, device, reason):
+        except Exception as error:  # whatever a tuned configuration fails with
+            if not select.tuned_rows(problem, device):
                 raise
-            op.forget_choices()
-            _launch(linear, weight, weight_scale, dtype, representatives(problem, device, cutlass))
+            failure = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    if select.tuned_rows(problem, device) and _one_rank_failed(problem, device, weight, failure):
+        with one_process_at_a_time():
+            ms = representatives(problem, device, cutlass)
+            _launch(linear, weight, weight_scale, dtype, ms)
     _warmed.add(key)
+
+
+def _one_rank_failed(problem, device: select.Device, weight: torch.Tensor, failure) -> bool:
+    """Leave the shape to the heuristic on every rank where a tuned configuration failed on one.
+
+    Outside of the lock: ranks wait for each other here.
+    """
+    n, k = weight.shape
+    agreed = import_module("sglang_kt_sm120.backends.cutlass").agreed
+    reason = agreed(f"table/{n}x{k}/{problem.dtype}", weight.device, failure)
+    if reason is None:
+        return False
+    select.drop_tables(problem, device, reason)
+    op.forget_choices()
+    return True
 
 
 def _launch(linear, weight, weight_scale, dtype, ms: list[int]) -> None:

@@ -317,7 +317,7 @@ def test_the_hosts_own_kernel_comes_first(monkeypatch):
     cutlass.offer(host, is_default=True)
     loads(monkeypatch, **{name: right(name) for name in NAMES})
     known = cutlass.prove(*SHAPE, (), NAMES)
-    assert known == limits.Known(("sglang_jit",), (), host_default=True)
+    assert known == limits.Known(("sglang_jit",), (), host_default="sglang_jit")
     assert cutlass.prove(*SHAPE, ("sgl_kernel",), ()).proven == ("sglang_jit", "sgl_kernel")
 
 

@@ -13,8 +13,10 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
 from torch.distributed import TCPStore
 
+from sglang_kt_sm120.backends import cutlass
 from sglang_kt_sm120.backends.cutlass import agreement
 
 ROOT = Path(__file__).parents[2]
@@ -108,6 +110,24 @@ def test_without_a_store_each_rank_has_what_it_saw():
     group = agreement.Group(Gone(), 4, RANKS)
     assert agreement.settle(group, "gone", "slow") == "slow"
     assert agreement.settle(group, "gone", None) == "the ranks could not agree on it"
+
+
+def test_what_this_rank_saw_is_never_talked_away(groups):
+    """A question that was settled before, as by a process with a second device."""
+    assert ask(groups, "twice", dict.fromkeys(RANKS)) == [None] * 3
+    assert agreement.settle(groups[4], "twice", "broken here") == "broken here"
+
+
+def test_each_device_of_a_process_has_its_own_verdict(groups, monkeypatch):
+    monkeypatch.setattr(cutlass, "_group", groups[4])
+    asked = []
+    monkeypatch.setattr(agreement, "settle", lambda group, question, why: asked.append(question))
+    cutlass._devices.clear()
+    for index in (2, 2, 5, None):
+        device = torch.device("cpu") if index is None else torch.device("cuda", index)
+        cutlass.agreed("q", device, None)
+    cutlass._devices.clear()
+    assert asked == ["0/q", "0/q", "1/q", "2/q"]
 
 
 def test_nobody_is_held_up_by_a_rank_that_failed_first(groups):

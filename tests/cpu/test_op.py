@@ -223,6 +223,29 @@ def test_inductor_hands_strides_over_as_they_are(monkeypatch):
             seen.clear()
 
 
+def test_scales_off_their_alignment_are_copied(monkeypatch):
+    """Triton compiles anew for a pointer that is no multiple of 16, which capture cannot bear."""
+    seen, original = [], reference.run
+
+    def run(x, weight, weight_scale, x_scale, *rest, **options):
+        seen.append([t.data_ptr() % 16 for t in (weight_scale, x_scale)])
+        return original(x, weight, weight_scale, x_scale, *rest, **options)
+
+    monkeypatch.setattr(reference, "run", run)
+    op.forget_choices()
+    weight, scale = block_fp8(256, 384)
+    q, q_scale = reference.quantise(activation(3, 384))
+    off = torch.empty(1 + scale.numel(), dtype=torch.float32)[1:].view_as(scale).copy_(scale)
+    q_off = torch.empty(1 + q_scale.numel(), dtype=torch.float32)[1:].view_as(q_scale)
+    q_off.copy_(q_scale)
+    assert off.data_ptr() % 16
+    assert q_off.data_ptr() % 16
+    got = op.fp8_gemm_nt_groupwise(q, weight, q_off, off)
+    op.forget_choices()
+    assert seen == [[0, 0]]
+    assert torch.equal(got, op.fp8_gemm_nt_groupwise(q, weight, q_scale, scale))
+
+
 def test_buckets_have_no_divisibility_paths():
     for m in range(1, 258):
         assert select.bucket(m) <= m

@@ -15,7 +15,7 @@ NAMES = [
     "NVIDIA GeForce RTX 5090",
     "NVIDIA GB10",
 ]
-PROVEN = limits.Known(proven=("sglang_jit", "flashinfer"), host_default=True)
+PROVEN = limits.Known(proven=("sglang_jit", "flashinfer"), host_default="sglang_jit")
 R1 = shapes.unique(shapes.SHAPE_SETS["deepseek-r1"])
 
 
@@ -71,8 +71,18 @@ def test_a_proven_host_cutlass_takes_prefill_and_nothing_else(layer):
         assert choice.backend == "triton"
         assert "Stream-K" in choice.rejected["cutlass"] or layer.n % 128
         # A host whose own default is something else keeps ours until a table says otherwise.
-        elsewhere = dataclasses.replace(PROVEN, host_default=False)
+        elsewhere = dataclasses.replace(PROVEN, host_default="")
         assert select.choose(problem, device, elsewhere).backend == "triton"
+
+
+def test_only_the_hosts_own_default_takes_prefill_untuned():
+    """Another CUTLASS that is proven was never the host's choice, nor anybody's measurement."""
+    device, problem = devices.describe(NAMES[0]), select.Problem(128, 4096, 7168)
+    struck = (("sglang_jit", "relative error nan on M=1"),)
+    other = limits.Known(("flashinfer",), struck, host_default="sglang_jit")
+    assert select.choose(problem, device, other).backend == "triton"
+    own = dataclasses.replace(other, proven=("flashinfer", "sglang_jit"), struck=())
+    assert select.choose(problem, device, own).config == limits.Cutlass("sglang_jit")
 
 
 def test_the_same_question_has_the_same_answer():
@@ -126,9 +136,10 @@ def test_disabling(monkeypatch):
     with pytest.raises(select.NoBackend, match=r"DISABLED_BACKENDS=triton .*n=2112.*whole 128"):
         select.choose(select.Problem(4, 2112, 7168), device, PROVEN)
     prefill = dataclasses.replace(problem, m=128)
-    monkeypatch.setenv(env.DISABLED_BACKENDS.name, "sglang_jit")
-    assert select.choose(prefill, device, PROVEN).config == limits.Cutlass("flashinfer")
-    for names in ("cutlass", "sglang_jit,flashinfer"):
+    assert select.choose(prefill, device, PROVEN).config == limits.Cutlass("sglang_jit")
+    monkeypatch.setenv(env.DISABLED_BACKENDS.name, "flashinfer")
+    assert select.choose(prefill, device, PROVEN).config == limits.Cutlass("sglang_jit")
+    for names in ("cutlass", "sglang_jit"):
         monkeypatch.setenv(env.DISABLED_BACKENDS.name, names)
         assert select.choose(prefill, device, PROVEN).backend == "triton"
     monkeypatch.setenv(env.DISABLED_BACKENDS.name, "reference,triton")
@@ -158,16 +169,16 @@ def test_without_a_probe_the_recorded_limits_are_the_reason():
 @pytest.mark.parametrize(
     ("variables", "default", "problem", "name", "expected"),
     [
-        ({}, False, {}, 0, ((), ())),
-        ({}, True, {}, 0, ((), limits.NAMES)),
-        ({}, True, {}, 4, ((), limits.NAMES[1:])),
-        ({}, True, {"n": 2112}, 0, ((), ())),
-        ({}, True, {"deterministic": True}, 0, ((), ())),
-        ({"BACKEND": "cutlass"}, False, {}, 0, ((), limits.NAMES)),
-        ({"BACKEND": "triton"}, True, {}, 0, ((), ())),
-        ({"DISABLED_BACKENDS": "triton"}, False, {}, 0, ((), limits.NAMES)),
-        ({"DISABLED_BACKENDS": "sglang_jit"}, True, {}, 0, ((), ("sgl_kernel", "flashinfer"))),
-        ({"DISABLED_BACKENDS": "cutlass"}, True, {}, 0, ((), ())),
+        ({}, "", {}, 0, ((), ())),
+        ({}, "sglang_jit", {}, 0, (("sglang_jit",), ())),
+        ({}, "sgl_kernel", {}, 4, ((), ())),  # it has none for 12.1
+        ({}, "sglang_jit", {"n": 2112}, 0, ((), ())),
+        ({}, "sglang_jit", {"deterministic": True}, 0, ((), ())),
+        ({"BACKEND": "cutlass"}, "", {}, 0, ((), limits.NAMES)),
+        ({"BACKEND": "triton"}, "sglang_jit", {}, 0, ((), ())),
+        ({"DISABLED_BACKENDS": "triton"}, "", {}, 0, ((), limits.NAMES)),
+        ({"DISABLED_BACKENDS": "sglang_jit"}, "sglang_jit", {}, 0, ((), ())),
+        ({"DISABLED_BACKENDS": "cutlass"}, "sglang_jit", {}, 0, ((), ())),
     ],
 )
 def test_only_kernels_that_could_be_taken_are_probed(

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from sglang_kt_sm120 import devices, doctor, env, heuristic, limits, select, shapes, warm
+from sglang_kt_sm120.backends import cutlass
 from sglang_kt_sm120.configs import store, table
 
 SERVER = "NVIDIA RTX PRO 6000 Blackwell Server Edition"
@@ -195,11 +196,12 @@ def test_the_kernel_that_a_table_names_is_probed_and_no_other(places):
     rows = [row(4, {"kernel": "flashinfer"}, "cutlass"), row(256, RING)]
     put(places["user"], make(SERVER, *rows, n=4096))
     problem, device = select.Problem(4, 4096, K), devices.describe(SERVER)
-    assert select.wanted_kernels(problem, device, False) == (("flashinfer",), ())
-    assert select.wanted_kernels(problem, device, True) == (("flashinfer",), limits.NAMES)
-    others = limits.Known(proven=("sglang_jit",), host_default=True)
+    assert select.wanted_kernels(problem, device, "") == (("flashinfer",), ())
+    own = ("sglang_jit", "flashinfer")  # the host's default beside it
+    assert select.wanted_kernels(problem, device, "sglang_jit") == (own, ())
+    others = limits.Known(proven=("sglang_jit",), host_default="sglang_jit")
     assert select.choose(problem, device, others).backend == "triton"
-    both = limits.Known(proven=("sglang_jit", "flashinfer"), host_default=True)
+    both = limits.Known(proven=("sglang_jit", "flashinfer"), host_default="sglang_jit")
     assert select.choose(problem, device, both).config == limits.Cutlass("flashinfer")
 
 
@@ -387,6 +389,35 @@ def test_a_load_goes_on_when_a_tuned_configuration_fails(places, monkeypatch, tm
     met.append("broken")
     with pytest.raises(RuntimeError, match="out of resource"):
         warm.layer(linear, weight, scale, torch.bfloat16)
+
+
+def test_a_configuration_that_fails_on_another_rank_is_left_here_too(
+    places, monkeypatch, tmp_path, caplog
+):
+    """Ranks with other kernels on a replicated layer would drift apart."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    put(places["user"], make(SERVER, row(4, DIRECT)))
+    device, met, asked = devices.describe(SERVER), [], []
+    monkeypatch.setattr(devices, "device", lambda index: device)
+    monkeypatch.setattr(warm, "_compile", lambda *_: 0)
+    monkeypatch.setattr(warm, "_warmed", set())
+
+    def agreed(question, where, why):
+        asked.append((question, why))
+        return "another rank cannot use it: OutOfMemoryError"
+
+    monkeypatch.setattr(cutlass, "agreed", agreed)
+
+    def linear(*, input, **_):
+        problem = select.Problem(select.bucket(input.shape[0]), N, K)
+        met.append(select.choose(problem, device).evidence)
+
+    weight = torch.zeros(N, K, dtype=torch.float8_e4m3fn)
+    warm.layer(linear, weight, torch.ones(-(-N // 128), K // 128), torch.bfloat16)
+    assert asked == [(f"table/{N}x{K}/bfloat16", None)]
+    assert "user table" in met
+    assert met[-1] == "heuristic"
+    assert select.choose(select.Problem(4, N, K), device).evidence == "heuristic"
 
 
 @pytest.mark.parametrize("ms", [(4, 64, 256), (100, 300, 700, 1000), (1024,), (8, 96)])

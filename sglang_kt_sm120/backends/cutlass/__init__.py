@@ -25,6 +25,7 @@ _broken: dict[str, str] = {}  # name -> why it can serve no shape in this proces
 _proven: dict[tuple, dict[str, str | None]] = {}  # (device, n, k, dtype) -> name -> why not
 _host_kernel: str | None = None  # the kernel of the host's own `auto`
 _group: agreement.Group | None = None
+_devices: list[int | None] = []  # that verdicts were asked for, in their order
 
 
 def offer(product: Callable | None, *, is_default: bool) -> None:
@@ -57,7 +58,7 @@ def forget() -> None:
     """Forget every kernel, verdict and rank, and what was offered (tests)."""
     global _host_kernel, _group
     _host_kernel = _group = None
-    for memory in (_kernels, _broken, _proven):
+    for memory in (_kernels, _broken, _proven, _devices):
         memory.clear()
     libraries.forget()
 
@@ -71,7 +72,7 @@ def known(index: int | None, n: int, k: int, dtype: torch.dtype) -> limits.Known
     verdicts = _proven.get((index, n, k, dtype), {})
     good = [name for name in _order(limits.NAMES) if verdicts.get(name, "") is None]
     bad = tuple((name, why) for name, why in verdicts.items() if why is not None)
-    return limits.Known(tuple(good), bad, _host_kernel is not None)
+    return limits.Known(tuple(good), bad, _host_kernel or "")
 
 
 def prove(
@@ -131,9 +132,20 @@ def _probe(name, device, n: int, k: int, dtype: torch.dtype, arch: str | None) -
                 "sglang-kt-sm120: %s is not used for N=%d K=%d%s: %s",
                 limits.BY_NAME[name].title, n, k, ", nor for any other layer" if lasts else "", why,
             )  # fmt: skip
+    return agreed(f"{name}/{n}x{k}/{dtype}", device, why)
+
+
+def agreed(question: str, device: torch.device, why: str | None) -> str | None:
+    """Return the verdict of all ranks on `question`, where `why` is this one's: None for yes.
+
+    Every rank has to ask, in any order. A process with layers on several devices asks for each:
+    its first device means every rank's first, whatever their numbers are.
+    """
     if _group is None:
         return why
-    return agreement.settle(_group, f"{name}/{n}x{k}/{dtype}", why)
+    if device.index not in _devices:
+        _devices.append(device.index)
+    return agreement.settle(_group, f"{_devices.index(device.index)}/{question}", why)
 
 
 def _load(name: str) -> str | None:

@@ -56,7 +56,7 @@ def settle(group: Group, question: str, why: str | None) -> str | None:
         logger.warning("sglang-kt-sm120: ranks cannot agree on %s: %s", question, error)
         return why or "the ranks could not agree on it"
     if decision == YES:
-        return None
+        return why
     return why or f"another rank cannot use it: {decision.decode(errors='replace')}"
 
 

@@ -1,4 +1,4 @@
-"""What the plugin takes of the real hosts' CUTLASS: which kernel it is, and whether it is theirs."""
+"""What the plugin takes of the real hosts' CUTLASS: which kernel, and whether it is theirs."""
 
 from __future__ import annotations
 
