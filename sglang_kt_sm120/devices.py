@@ -140,8 +140,11 @@ def as_this_triton_can(device: select.Device) -> select.Device:
         if not compiling.assembler_knows(target):
             return dataclasses.replace(device, mma="plain")
         can = compiling.features(target)
-    except Exception as error:  # whatever stops a compiler: the launch that follows says it better
-        logger.debug("sglang-kt-sm120: Triton could not be asked what it can do: %s", error)
+    except Exception as error:  # no Triton, or whatever stops a compiler
+        logger.warning(
+            "sglang-kt-sm120: Triton could not be asked what it can do for %s (%s: %s); prefill "
+            "takes plain FP8", device.name, type(error).__name__, error,
+        )  # fmt: skip
         return dataclasses.replace(device, mma="plain")
     if not can.fp8:
         logger.warning(

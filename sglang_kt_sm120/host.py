@@ -333,25 +333,11 @@ def _prove_cutlass(weight, dtype) -> None:
 
     from sglang_kt_sm120 import op
     from sglang_kt_sm120.backends import cutlass
+    from sglang_kt_sm120.backends.cutlass import agreement
 
     if weight.is_cuda and not torch.cuda.is_current_stream_capturing():
-        cutlass.join(*_tensor_parallel_ranks())
+        cutlass.join(*agreement.ranks_of_host())
         op.prove_cutlass(weight.device, *weight.shape, dtype)
-
-
-def _tensor_parallel_ranks() -> tuple:
-    """Return (store, rank, ranks) of the host's tensor-parallel group, the store None without one.
-
-    The store is the one that torch's process group was made with: no collective is needed.
-    """
-    parallel_state = sys.modules.get("sglang.srt.distributed.parallel_state")
-    try:
-        from torch.distributed import distributed_c10d
-
-        group = parallel_state.get_tp_group()
-        return distributed_c10d._get_default_store(), group.rank, tuple(group.ranks)
-    except Exception:  # no group yet, or a host of another build: each rank for itself
-        return None, 0, ()
 
 
 # ---------------------------------------------------------------- by name

@@ -154,8 +154,11 @@ def _require_compiled(choice, problem: select.Problem, x: torch.Tensor, x_scale)
             key in _launched,
             RuntimeError,
             f"no kernel for M={x.shape[0]} N={problem.n} K={problem.k} is compiled yet, and none "
-            "may be compiled while a CUDA graph is captured. Call the layer once with this many "
-            "rows before capture (sglang does), or `sglang_kt_sm120.warm.layer` when it is loaded",
+            "may be compiled while a CUDA graph is captured. Call the layer once with such an "
+            "input before capture (sglang does)"
+            + (
+                "" if x_scale is not None else ", or `sglang_kt_sm120.warm.layer` when it is loaded"
+            ),
         )
     return key
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -141,12 +142,35 @@ def test_nobody_is_held_up_by_a_rank_that_failed_first(groups):
     thread.join()
 
 
+def test_ranks_are_the_hosts_tensor_parallel_group(monkeypatch):
+    assert agreement.ranks_of_host() == (None, 0, ())
+    store = torch.distributed.HashStore()
+    group = types.SimpleNamespace(rank=3, ranks=[2, 3])
+    module = types.SimpleNamespace(get_tp_group=lambda: group)
+    monkeypatch.setitem(sys.modules, "sglang.srt.distributed.parallel_state", module)
+    assert agreement.ranks_of_host() == (None, 0, ())  # torch.distributed is not up
+    monkeypatch.setattr(agreement.distributed_c10d, "_get_default_store", lambda: store)
+    assert agreement.ranks_of_host() == (store, 3, (2, 3))
+
+
+def test_a_group_that_cannot_be_read_is_no_secret(monkeypatch, caplog):
+    """A host that renamed a function: ranks would differ unseen."""
+    monkeypatch.setattr(agreement, "_warned", False)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    module = types.SimpleNamespace(get_tensor_group=None)
+    monkeypatch.setitem(sys.modules, "sglang.srt.distributed.parallel_state", module)
+    for _ in range(2):
+        assert agreement.ranks_of_host() == (None, 0, ())
+    assert caplog.text.count("cannot read the host's tensor-parallel group (AttributeError") == 1
+
+
 RANK = """
 import os, sys, types
 import torch
-from sglang_kt_sm120 import host, kernels, limits
+from sglang_kt_sm120 import kernels, limits
 from sglang_kt_sm120.backends import cutlass, reference
-from sglang_kt_sm120.backends.cutlass import libraries
+from sglang_kt_sm120.backends.cutlass import agreement, libraries
 
 rank = int(sys.argv[1])
 torch.distributed.init_process_group("gloo", init_method="tcp://127.0.0.1:" + sys.argv[2],
@@ -154,7 +178,7 @@ torch.distributed.init_process_group("gloo", init_method="tcp://127.0.0.1:" + sy
 parallel_state = types.ModuleType("parallel_state")
 parallel_state.get_tp_group = lambda: types.SimpleNamespace(rank=rank, ranks=[0, 1])
 sys.modules["sglang.srt.distributed.parallel_state"] = parallel_state
-cutlass.join(*host._tensor_parallel_ranks())
+cutlass.join(*agreement.ranks_of_host())
 
 def quantise(x, *, column_major, rows, options):
     codes, scales = reference.quantise(torch.nn.functional.pad(x, (0, 0, 0, rows - x.shape[0])))

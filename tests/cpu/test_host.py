@@ -288,19 +288,6 @@ def test_a_layer_on_a_gpu_is_probed_at_load_and_never_during_capture(monkeypatch
     assert op.prove_cutlass(torch.device("cpu"), 4096, 7168, torch.bfloat16) == limits.Known()
 
 
-def test_ranks_are_the_hosts_tensor_parallel_group(monkeypatch):
-    from torch.distributed import HashStore, distributed_c10d
-
-    assert host._tensor_parallel_ranks() == (None, 0, ())
-    store = HashStore()
-    group = types.SimpleNamespace(rank=3, ranks=[2, 3])
-    module = types.SimpleNamespace(get_tp_group=lambda: group)
-    monkeypatch.setitem(sys.modules, "sglang.srt.distributed.parallel_state", module)
-    assert host._tensor_parallel_ranks() == (None, 0, ())  # torch.distributed is not up
-    monkeypatch.setattr(distributed_c10d, "_get_default_store", lambda: store)
-    assert host._tensor_parallel_ranks() == (store, 3, (2, 3))
-
-
 def prepared(monkeypatch, **environ):
     """Load a layer through seam two on this machine's CPU, as a real method would."""
     for name, value in environ.items():

@@ -193,8 +193,27 @@ def test_scales_of_padded_rows_in_three_dimensions_are_refused(layer):
 
 def test_copies_and_pickles(layer):
     x = activation(2, K)
+    expected = call(layer, x)
+    assert layer[0].prepared.decided
     for copied in (copy.deepcopy(layer[0]), pickle.loads(pickle.dumps(layer[0]))):
-        assert torch.equal(call((copied, *layer[1:]), x), call(layer, x))
+        assert not copied.prepared.decided  # functions, which another process has not
+        assert torch.equal(call((copied, *layer[1:]), x), expected)
+
+
+def test_a_layer_decides_anew_when_decisions_are_forgotten(layer, monkeypatch):
+    """As when deterministic inference is asked for after the first layers were made."""
+    x, decisions, original = activation(2, K), [], op._run
+    monkeypatch.setattr(op, "_run", lambda *a: decisions.append(a) or original(*a))
+    op.forget_choices()
+    for expected in (1, 1):
+        call(layer, x)
+        assert len(decisions) == expected
+    op.set_deterministic(True)
+    try:
+        call(layer, x)
+        assert len(decisions) == 2
+    finally:
+        op.set_deterministic(False)
 
 
 def test_compiles_without_a_break(layer):

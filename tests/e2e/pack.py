@@ -1,4 +1,4 @@
-"""Pack real sglang-kt hosts for a GPU machine that reaches no package registry.
+"""Pack real sglang-kt hosts, to be carried to a machine with a GPU.
 
     python tests/e2e/pack.py OUT.tar.xz [HOST ...]     # then tests/e2e/hosts.py unpacks it there
 

@@ -11,15 +11,20 @@ the first decision written there is everybody's: atomic, and bounded in time.
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from dataclasses import dataclass
 from typing import Any
+
+import torch
+from torch.distributed import distributed_c10d
 
 logger = logging.getLogger("sglang_kt_sm120")
 PREFIX = "sglang_kt_sm120"
 #: Longer than a kernel takes to build on one rank while the others wait for it.
 SECONDS = 300.0
 YES = b"yes"
+_warned = False
 
 
 @dataclass
@@ -38,6 +43,27 @@ class Group:
     ranks: tuple[int, ...]
     seconds: float = SECONDS
     silent: bool = False
+
+
+def ranks_of_host() -> tuple[Any, int, tuple[int, ...]]:
+    """Return (store, rank, ranks) of sglang's tensor-parallel group; the store is None without one.
+
+    The store is the one that torch's process group was made with: no collective is needed.
+    """
+    global _warned
+    parallel_state = sys.modules.get("sglang.srt.distributed.parallel_state")
+    try:
+        group = parallel_state.get_tp_group()
+        return distributed_c10d._get_default_store(), group.rank, tuple(group.ranks)
+    except Exception as error:  # none yet, or a host or a torch that has changed
+        if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+            if not _warned:
+                logger.warning(
+                    "sglang-kt-sm120: cannot read the host's tensor-parallel group (%s: %s): each "
+                    "rank trusts its own probes", type(error).__name__, error,
+                )  # fmt: skip
+            _warned = True
+        return None, 0, ()
 
 
 def settle(group: Group, question: str, why: str | None) -> str | None:
