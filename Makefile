@@ -49,6 +49,7 @@ cutlass-aot: $(BIN)/.ready ## Build the host's CUTLASS kernels for sm_120a and l
 
 capture-graphs: ## Capture, replay and compare CUDA graphs on this machine's GPU
 	@if python -c 'import os, sys, torch; sys.exit(not (os.environ.get("VIRTUAL_ENV") or os.environ.get("CONDA_PREFIX")) or not torch.version.cuda)' 2>/dev/null; then py=python; else $(MAKE) -s $(BIN)/.ready; py=$(BIN)/python; fi; \
+	$$py -c 'import rich, typer' 2>/dev/null || { echo "the active environment has torch for CUDA, but not this package's commands: pip install . there first" >&2; exit 1; }; \
 	echo "using $$($$py -c 'import sys; print(sys.executable)')" >&2; $$py -m sglang_kt_sm120 graphs $(ARGS)
 
 doctor: $(BIN)/.ready ## Check this machine
