@@ -18,6 +18,7 @@ import torch
 from sglang_kt_sm120 import baselines, heuristic, kernels
 from sglang_kt_sm120.backends import reference as oracle
 from sglang_kt_sm120.backends import triton as backend
+from sglang_kt_sm120.records import Record
 
 TOLERANCE = {torch.bfloat16: 2e-3, torch.float16: 3e-4}
 GRAPH_US = 2000.0  # work captured per graph
@@ -68,28 +69,6 @@ class Candidate:
     prepare: Callable[[Case], Callable[[int], torch.Tensor]]
     scales: str = "fp32"  # activation scales: exact "fp32" or "ue8m0"
     tolerance: float | None = None
-
-
-@dataclass
-class Record:
-    """One line of a benchmark. `us` is None where the candidate was wrong or failed."""
-
-    shape: str
-    n: int
-    k: int
-    m: int
-    candidate: str
-    us: float | None = None
-    spread: float | None = None  # (largest - smallest) / median over the rounds
-    error: float | None = None  # relative, against float64 on the same quantised operands
-    bytes: int = 0
-    scales: str = "fp32"
-    config: dict = field(default_factory=dict)
-    note: str = ""
-
-    def as_dict(self) -> dict:
-        """JSON-able form."""
-        return asdict(self)
 
 
 def environment(device: torch.device | None = None) -> dict:

@@ -12,17 +12,23 @@ from sglang_kt_sm120 import _startup, devices, env, plugin, select, system
 from sglang_kt_sm120.configs import store
 
 OK, WARN, FAIL = "ok", "warn", "fail"
+NO_GPU = "no GPU here"
 HOST_FOLDER = "sglang"
 
 
 @dataclass(frozen=True)
 class Row:
-    """One check: its name, verdict ("ok", "warn", "fail"), what was seen, and the remedy."""
+    """One check: its name, status ("ok", "warn", "fail"), what was seen, and the remedy.
+
+    `verdict` is what a failed check means for this machine where nothing is broken, but nothing
+    could be served either: no GPU, no sglang, switched off.
+    """
 
     check: str
     status: str
     value: str
     fix: str = ""
+    verdict: str = ""
 
 
 def rows(facts: dict[str, Any], seam: Callable[[], dict[str, Any]] | None) -> list[Row]:
@@ -36,23 +42,36 @@ def rows(facts: dict[str, Any], seam: Callable[[], dict[str, Any]] | None) -> li
         *_gpu(facts["torch"]),
         *_torch(facts["torch"]),
         *_triton(facts),
-        *_ownership(facts["owners"], facts["versions"]),
+        *_ownership(facts["owners"], facts["versions"], facts.get("host", {}).get("path")),
         *_hook(),
         *_variables(),
         *_cache(Path(facts["triton_cache"])),
         *_tables(facts["torch"]),
     ]
-    if seam is not None and HOST_FOLDER in facts["owners"]:
+    if seam is not None and any(row.check == "host" and row.status == OK for row in found):
         found += _seam(system.guarded(seam))
     return found
 
 
 def exit_code(found: list[Row]) -> int:
-    """Return 1 where a check failed, 3 where only the GPU is missing, else 0."""
-    failed = [row.check for row in found if row.status == FAIL]
+    """Return 0 where this machine can serve, 3 where nothing is broken but no GPU is, else 1."""
+    failed = [row for row in found if row.status == FAIL]
+    if any(not row.verdict for row in failed):
+        return 1
+    if any(row.verdict == NO_GPU for row in failed):
+        return 3
+    return 1 if failed else 0
+
+
+def verdict(found: list[Row]) -> str:
+    """Say in one line whether this machine can serve, and if not, what stands in the way."""
+    failed = [row for row in found if row.status == FAIL]
     if not failed:
-        return 0
-    return 3 if failed == ["GPU"] else 1
+        return "ready"
+    broken = [row.check for row in failed if not row.verdict]
+    reasons = [row.verdict for row in failed if row.verdict]
+    reasons += [f"see {', '.join(broken)} above"] if broken else []
+    return f"not ready: {'; '.join(dict.fromkeys(reasons))}"
 
 
 def _gpu(torch: dict[str, Any]) -> Iterator[Row]:
@@ -64,17 +83,20 @@ def _gpu(torch: dict[str, Any]) -> Iterator[Row]:
     if not devices:
         yield Row(
             "GPU", FAIL, "no CUDA device is visible to torch",
-            "check nvidia-smi and CUDA_VISIBLE_DEVICES; without a GPU only explain, aot and the "
-            "demo work",
+            "check nvidia-smi and CUDA_VISIBLE_DEVICES; without a GPU explain --gpu, aot, "
+            "warm --gpu, patch, bench --from and the demo work", NO_GPU,
         )  # fmt: skip
         return
     names = ", ".join(f"{d['name']} ({d['capability']})" for d in devices)
     if ours:
         yield Row("GPU", OK, names)
+    elif env.TEST_CAPABILITY.get() in select.SM120:
+        yield Row("GPU", WARN, names, "none is an SM120 or SM121; the test override presents them")
     else:
         yield Row(
-            "GPU", WARN, names, "no SM120/SM121 among them: the plugin leaves sglang as it is"
-        )
+            "GPU", FAIL, names, "no SM120/SM121 among them: the plugin leaves sglang as it is",
+            "no SM120/SM121 GPU here",
+        )  # fmt: skip
 
 
 def _torch(torch: dict[str, Any]) -> Iterator[Row]:
@@ -115,10 +137,13 @@ def _triton(facts: dict[str, Any]) -> Iterator[Row]:
         yield Row("Triton", OK, f"{version}, ptxas assembles for {arch}")
 
 
-def _ownership(owners: dict[str, list[str]], versions: dict[str, str]) -> Iterator[Row]:
+def _ownership(
+    owners: dict[str, list[str]], versions: dict[str, str], path: str | None
+) -> Iterator[Row]:
+    """Judge who wrote the shared folders; `path` is where sglang lies, whoever put it there."""
     if "error" in owners:
         yield Row("owners", WARN, owners["error"], "this Python's package metadata cannot be read")
-        return
+        owners = {}
     for folder, names in owners.items():
         if len(names) > 1:
             yield Row(
@@ -127,15 +152,22 @@ def _ownership(owners: dict[str, list[str]], versions: dict[str, str]) -> Iterat
                 "that you want",
             )  # fmt: skip
     names = owners.get(HOST_FOLDER, [])
-    if not names:
-        yield Row("host", WARN, "no sglang here", "pip install sglang-kt (or sglang)")
+    if not names and path:  # an editable install, or PYTHONPATH
+        yield Row("host", OK, f"sglang in {path}")
+    elif not names:
+        yield Row(
+            "host", FAIL, "no sglang here", "pip install sglang-kt (or sglang)", "no sglang here"
+        )
     elif len(names) == 1:
         yield Row("host", OK, f"{names[0]} {versions.get(names[0], '')}".strip())
 
 
 def _hook() -> Iterator[Row]:
     if not env.ENABLE.get():
-        yield Row("hook", WARN, f"{env.ENABLE.name}=0: switched off", f"unset {env.ENABLE.name}")
+        yield Row(
+            "hook", FAIL, f"{env.ENABLE.name}=0: switched off", f"unset {env.ENABLE.name}",
+            "switched off",
+        )  # fmt: skip
     elif _startup.armed():
         yield Row("hook", OK, "start-up hook is armed in new interpreters")
     else:
@@ -149,17 +181,20 @@ def _seam(seam: dict[str, Any]) -> Iterator[Row]:
     allowed = os.environ.get("SGLANG_PLUGINS", "")
     if "error" in seam or not seam["imported"]:
         yield Row(
-            "seam", WARN, f"sglang does not import here: {seam.get('error') or seam['message']}",
+            "seam", FAIL, f"sglang does not import here: {seam.get('error') or seam['message']}",
             "sglang itself cannot start in this environment; mend that first",
+            "sglang does not import",
         )  # fmt: skip
     elif seam["wrapped"]:
         yield Row("seam", OK, "sglang's block-FP8 dispatch is wrapped in a fresh interpreter")
     elif not env.ENABLE.get():
-        yield Row("seam", WARN, "not wrapped: switched off", f"unset {env.ENABLE.name}")
+        yield Row(
+            "seam", FAIL, "not wrapped: switched off", f"unset {env.ENABLE.name}", "switched off"
+        )
     elif not plugin.allowed_by(allowed):
         yield Row(
-            "seam", WARN, f"not wrapped: SGLANG_PLUGINS={allowed}",
-            f"add {plugin.ENTRY_POINT} to SGLANG_PLUGINS",
+            "seam", FAIL, f"not wrapped: SGLANG_PLUGINS={allowed}",
+            f"add {plugin.ENTRY_POINT} to SGLANG_PLUGINS", "left out by SGLANG_PLUGINS",
         )  # fmt: skip
     else:
         yield Row(
@@ -171,16 +206,9 @@ def _seam(seam: dict[str, Any]) -> Iterator[Row]:
 
 
 def _variables() -> Iterator[Row]:
-    for variable in env.VARIABLES:
-        text = os.environ.get(variable.name, "").strip()
-        if not text:
-            continue
-        try:
-            variable.parse(text)
-        except ValueError:
-            yield Row(
-                variable.name, FAIL, f"{text!r} is not understood", f"allowed: {variable.allowed}"
-            )
+    for name, wrong in env.misread().items():
+        what, _, fix = wrong.partition("; ")
+        yield Row(name, FAIL, what, fix or "unset it; `sglang-kt-sm120 env` lists them all")
     if env.TEST_CAPABILITY.get():
         yield Row(
             env.TEST_CAPABILITY.name, WARN, os.environ[env.TEST_CAPABILITY.name],

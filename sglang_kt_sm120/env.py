@@ -6,6 +6,7 @@ which may import nothing, reads one of them itself.
 
 from __future__ import annotations
 
+import difflib
 import logging
 import os
 from collections.abc import Callable
@@ -148,9 +149,31 @@ CONFIG_DIR = _variable(
 TEST_CAPABILITY = _variable(
     "TEST_CAPABILITY", "", "empty, or a compute capability such as 12.0",
     "For tests only: the compute capability that this plugin (and nothing else) believes every "
-    "device has. Without a GPU the reference backend then serves.", _capability,
+    "device has. Without a GPU the reference backend then serves, and `explain` says so; "
+    "`explain --gpu` asks about the named card as it is.", _capability,
 )  # fmt: skip
 
 VARIABLES = (
     ENABLE, REPLACE, STRICT, BACKEND, DISABLED_BACKENDS, PDL, MMA, CONFIG_DIR, TEST_CAPABILITY,
 )  # fmt: skip
+
+
+def misread() -> dict[str, str]:
+    """Return what is wrong with the variables that are set: name -> what to do about it.
+
+    A value that is not understood (serving then takes the default), and a name of our prefix that
+    is no variable of ours.
+    """
+    wrong = {}
+    known = {variable.name: variable for variable in VARIABLES}
+    for name in sorted(name for name in os.environ if name.startswith(PREFIX)):
+        text = os.environ[name].strip()
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            wrong[name] = f"no such variable{f'; did you mean {near[0]}?' if near else ''}"
+        elif text:
+            try:
+                known[name].parse(text)
+            except ValueError:
+                wrong[name] = f"{text!r} is not understood; allowed: {known[name].allowed}"
+    return wrong

@@ -6,6 +6,7 @@ exception, so that the report always prints. Nothing but the standard library at
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import platform
 import shutil
@@ -66,6 +67,27 @@ def owners() -> dict[str, list[str]]:
     return {
         folder: sorted(set(by_package[folder])) for folder in SHARED_FOLDERS if folder in by_package
     }
+
+
+#: Where releases keep their own CUTLASS kernel for SM120. Those that bring it (sglang-kt from
+#: 0.7.0, sglang from 0.5.16) are those whose `auto` there is CUTLASS.
+HOST_CUTLASS = tuple(
+    Path(folder, "csrc/gemm/fp8_blockwise/fp8_blockwise_scaled_mm_sm120.cuh")
+    for folder in ("jit_kernel", "kernels/jit")
+)
+
+
+def host() -> dict[str, Any]:
+    """Say where sglang lies and whether its `auto` on SM12x is CUTLASS, without importing it.
+
+    Returns {"path": folder, or None where there is no sglang, "cutlass": bool}.
+    """
+    spec = importlib.util.find_spec("sglang")
+    places = [Path(place) for place in (spec and spec.submodule_search_locations) or ()]
+    place = next((place for place in places if (place / "srt").is_dir()), None)
+    if place is None:
+        return {"path": None, "cutlass": False}
+    return {"path": str(place), "cutlass": any((place / file).is_file() for file in HOST_CUTLASS)}
 
 
 def gpus() -> list[dict[str, str]]:
@@ -177,6 +199,7 @@ def facts() -> dict[str, Any]:
         "platform": platform.platform(),
         "versions": guarded(versions),
         "owners": guarded(owners),
+        "host": guarded(host),
         "gpus": guarded(gpus),
         "torch": guarded(torch_facts),
         "ptxas": {arch: guarded(lambda arch=arch: ptxas(arch)) for arch in ("sm_120a", "sm_121a")},

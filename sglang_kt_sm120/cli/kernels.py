@@ -10,7 +10,10 @@ from rich.markup import escape
 
 from sglang_kt_sm120 import env
 from sglang_kt_sm120.cli.options import (
+    DTYPE_HELP,
+    DTYPES,
     EXIT_PROBLEM,
+    DtypeOption,
     GpuOption,
     JsonOption,
     ModelOption,
@@ -18,16 +21,14 @@ from sglang_kt_sm120.cli.options import (
     ShapeOption,
     TpOption,
     asked_device,
-    err,
     fail,
     linears,
     need,
     need_gpu,
-    out,
+    parse_dtype,
     parse_ms,
-    print_json,
-    table,
 )
+from sglang_kt_sm120.cli.output import err, out, print_json, table
 
 
 def graphs(
@@ -72,7 +73,7 @@ def graphs(
         mark = "[green]✓[/]" if row.equal else "[red]✗[/]"
         numbers = (f"{row.capture_ms:.2f}", f"{row.pool_mib:.1f}", f"{row.replay_us:.1f}")
         shown.add_row(str(row.bs), kernels, *numbers, mark)
-    out.print(shown)
+    shown.show()
     for row in rows:
         for failure in row.failures:
             err.print(f"[red]batch size {row.bs}:[/] {escape(failure)}")
@@ -85,18 +86,15 @@ def warm(
     shape_set: SetOption = None,
     tp: TpOption = 1,
     gpu: GpuOption = None,
-    dtype: Annotated[
-        str, typer.Option(help="Of the activations: bfloat16 or float16.")
-    ] = "bfloat16",
+    dtype: DtypeOption = "bfloat16",
     jobs: Annotated[int, typer.Option(min=1, help="Compilations at a time.")] = 2,
     as_json: JsonOption = False,
 ) -> None:
     """Compile a model's kernels into Triton's cache ahead of serving, also without a GPU."""
     from rich.progress import Progress
 
+    dtype = parse_dtype(dtype)
     layers, device = linears(shape, model, shape_set, tp), asked_device(gpu)
-    if dtype not in ("bfloat16", "float16"):
-        raise typer.BadParameter(f"{dtype}: expected bfloat16 or float16")
     need("torch", "triton")
     import torch
     import triton
@@ -137,12 +135,13 @@ def aot(
         list[str], typer.Option(help="Target, sm_120a or sm_121a; may be repeated (default: both).")
     ] = [],  # noqa: B006
     dtype: Annotated[
-        list[str], typer.Option(help="Activations, bf16 or fp16; may be repeated (default: both).")
+        list[str], typer.Option(help=f"{DTYPE_HELP} May be repeated (default: both).")
     ] = [],  # noqa: B006
     jobs: Annotated[int, typer.Option(min=1, help="Compilations at a time.")] = 2,
     as_json: JsonOption = False,
 ) -> None:
     """Compile every kernel that selection can return, and judge registers, spills and SASS."""
+    wanted = [parse_dtype(name) for name in dtype]
     need("torch", "triton")
     from rich.progress import Progress
 
@@ -152,9 +151,7 @@ def aot(
     unknown = set(arch) - set(aot.ARCHES)
     if unknown:
         raise typer.BadParameter(f"{sorted(unknown)}: expected {' or '.join(aot.ARCHES)}")
-    dtypes = dtype or list(aot.DTYPES)
-    if set(dtypes) - set(aot.DTYPES):
-        raise typer.BadParameter(f"{dtypes}: expected {' or '.join(aot.DTYPES)}")
+    dtypes = [short for short in aot.DTYPES if not wanted or DTYPES[short] in wanted]
     judged = [(layer.n, layer.k) for name in JUDGED_SETS for layer in shapes.SHAPE_SETS[name]]
     judged = list(dict.fromkeys(judged))
     records, facts, schedules = [], [], []
@@ -221,8 +218,8 @@ def _print_aot(records: list[dict], schedules: list) -> None:
             "[red]✗[/]" if record["failures"] else "[green]✓[/]", record["name"],
             record["arch"].removeprefix("sm_"), record["dtype"], *map(str, numbers), mma,
         )  # fmt: skip
-    out.print(shown)
-    out.print(_resource_table(records))
+    shown.show()
+    _resource_table(records).show()
     read_in_ptx = {record["arch"] for record in records if record.get("source") == "ptx"}
     for arch in sorted(read_in_ptx):
         out.print(f"{arch}: this Triton's nvdisasm cannot read it; judged from PTX")

@@ -20,15 +20,12 @@ from sglang_kt_sm120.cli.options import (
     SetOption,
     ShapeOption,
     TpOption,
-    err,
     linears,
     need,
     need_gpu,
-    out,
     parse_ms,
-    print_json,
-    table,
 )
+from sglang_kt_sm120.cli.output import err, print_json, table
 
 
 def bench(
@@ -100,8 +97,7 @@ def _finish(records, environment: dict, as_json: bool, csv_file, plot) -> None:
 
 def _read(files: list[Path]) -> tuple[list, dict]:
     """Records and environment of earlier runs; of the same case the last file's count."""
-    need("torch", "triton")
-    from sglang_kt_sm120 import bench
+    from sglang_kt_sm120.records import Record
 
     records, environment = {}, {}
     for file in files:
@@ -109,7 +105,7 @@ def _read(files: list[Path]) -> tuple[list, dict]:
             found = json.loads(file.read_text())
             environment = found.get("environment", {})
             for row in found["records"]:
-                record = bench.Record(**row)
+                record = Record(**row)
                 key = (record.shape, record.n, record.k, record.m, record.candidate)
                 records[key] = record
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -131,7 +127,7 @@ def _print(records) -> None:
             text = "-" if us is None else f"{us:.2f}"
             times.append(f"[bold green]{text}[/]" if us is not None and us == best else text)
         shown.add_row(layer, f"{n},{k}", str(m), *times)
-    out.print(shown)
+    shown.show()
     for record in records:
         if record.note:
             where = f"{record.candidate} {record.shape} M={record.m}"

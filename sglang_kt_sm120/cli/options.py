@@ -4,63 +4,47 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import json
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
-SCHEMA = 1
+from sglang_kt_sm120.cli.output import print_error, print_failure
+
 EXIT_PROBLEM, EXIT_USAGE, EXIT_NO_GPU = 1, 2, 3
 DEFAULT_SET = "deepseek-r1"
 
-out, err = Console(soft_wrap=False), Console(stderr=True)
-
-_json = False  # whether the running command prints JSON: its errors do then too
-
-
-def _note_json(wanted: bool) -> bool:
-    global _json
-    _json = wanted
-    return wanted
-
+#: How activation dtypes may be spelled; serving, tables and `--json` use the long names.
+DTYPES = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "float16", "float16": "float16"}
+DTYPE_HELP = "Of the activations: bf16 or fp16 (bfloat16, float16)."
 
 JsonOption = Annotated[
-    bool,
-    typer.Option("--json", callback=_note_json, is_eager=True, help="Print one JSON object."),
+    bool, typer.Option("--json", is_eager=True, help="Print one JSON object, errors included.")
 ]
+DtypeOption = Annotated[str, typer.Option(help=DTYPE_HELP)]
 ModelOption = Annotated[str | None, typer.Option(help="A model's folder or config.json.")]
 ShapeOption = Annotated[list[str], typer.Option(help="N,K of one layer; may be repeated.")]
 SetOption = Annotated[
     str | None, typer.Option("--set", help=f"A named set of shapes (default: {DEFAULT_SET}).")
 ]
-TpOption = Annotated[int, typer.Option(min=1, help="Tensor-parallel size.")]
+TpOption = Annotated[int, typer.Option(min=1, help="Tensor-parallel size (for --model and --set).")]
 GpuOption = Annotated[
     str | None, typer.Option(help="A GPU's name; the card itself is not needed then.")
 ]
 
 
 def fail(message: str, code: int) -> typer.Exit:
-    """Print an error to stderr and return the exit to raise."""
-    err.print(f"[red]error:[/] {escape(message)}")
-    if _json:
-        print_json(False, error=message, rows=[])
+    """Print an error to stderr, with --json to stdout too; return the exit to raise."""
+    print_error(message)
+    print_failure(message)
     return typer.Exit(code)
 
 
-def print_json(ok: bool, **lists: Any) -> None:
-    """Print the stable form of every command: one object with schema, ok and a list."""
-    typer.echo(json.dumps({"schema": SCHEMA, "ok": ok, **lists}, indent=1))
-
-
-def table(*columns: str, title: str | None = None, whole: tuple[str, ...] = ()) -> Table:
-    """Return an empty table in the style of this program; columns in `whole` are never folded."""
-    made = Table(title=title, title_justify="left", header_style="bold", box=None, pad_edge=False)
-    for column in columns:
-        made.add_column(column, overflow="fold", no_wrap=column in whole)
-    return made
+def parse_dtype(text: str) -> str:
+    """Return "bfloat16" or "float16"; typer.BadParameter where `text` is no spelling of either."""
+    try:
+        return DTYPES[text.lower()]
+    except KeyError:
+        raise typer.BadParameter(f"{text!r}: expected {', '.join(DTYPES)}") from None
 
 
 def parse_shape(text: str):
@@ -96,6 +80,10 @@ def linears(shape: list[str], model: str | None, shape_set: str | None, tp: int)
     if (shape and (model or shape_set)) or (model and shape_set):
         raise typer.BadParameter("give one of --shape, --model and --set")
     if shape:
+        if tp != 1:
+            raise typer.BadParameter(
+                "--tp goes with --model and --set; a --shape is taken as one rank holds it"
+            )
         return [parse_shape(text) for text in shape]
     try:
         found = (
@@ -127,16 +115,32 @@ def need(*libraries: str) -> None:
     """End the command with what to install where a library that it needs is missing."""
     missing = [name for name in libraries if importlib.util.find_spec(name) is None]
     if missing:
+        advice = "; ".join(_advice(name) for name in missing)
         raise fail(
-            f"this needs {' and '.join(missing)}, which this Python does not have; install a build "
-            "of torch for your GPU (triton comes with it), and see `sglang-kt-sm120 doctor`",
-            EXIT_PROBLEM,
+            f"this needs {' and '.join(missing)}, not installed here: {advice}", EXIT_PROBLEM
         )
+
+
+def _advice(library: str) -> str:
+    """Return how to get a library that is missing."""
+    if library == "torch":
+        return "install a build of torch for your GPU, and see `sglang-kt-sm120 doctor`"
+    if library == "matplotlib":
+        return "pip install matplotlib"
+    if library == "triton" and importlib.util.find_spec("torch"):
+        import torch
+
+        if torch.version.cuda:  # a second Triton beside torch's own would be an accident
+            return "triton comes with torch's CUDA builds: reinstall torch"
+        return "pip install triton (this torch is a build without CUDA, which brings none)"
+    if library == "triton":
+        return "it comes with torch's CUDA builds; beside a CPU build of torch, pip install triton"
+    return f"pip install {library}"
 
 
 def need_gpu() -> None:
     """End the command, with exit code 3, where torch sees no CUDA device."""
-    need("torch", "triton")
+    need("torch")
     import torch
 
     if not torch.cuda.is_available():
@@ -144,10 +148,14 @@ def need_gpu() -> None:
             "this needs a CUDA device, and torch sees none here; `sglang-kt-sm120 doctor` says why",
             EXIT_NO_GPU,
         )
+    need("triton")
 
 
-def asked_device(gpu: str | None):
-    """Return the `select.Device` that --gpu names, or this machine's first SM12x GPU."""
+def asked_device(gpu: str | None, *, or_cpu: bool = False):
+    """Return the `select.Device` that --gpu names, or this machine's first SM12x GPU.
+
+    `or_cpu`: without a GPU, the CPU where SGLANG_KT_SM120_TEST_CAPABILITY makes it serve.
+    """
     from sglang_kt_sm120 import devices
 
     if gpu:
@@ -161,6 +169,8 @@ def asked_device(gpu: str | None):
     for index in range(torch.cuda.device_count()):
         if devices.is_sm120(devices.capability(index)):
             return devices.device(index)
+    if or_cpu and not torch.cuda.is_available() and devices.is_sm120(devices.capability(None)):
+        return devices.device(None)
     raise fail(
         'no SM120 GPU here; name one, as in --gpu "NVIDIA RTX PRO 6000 Blackwell Server Edition"',
         EXIT_NO_GPU,

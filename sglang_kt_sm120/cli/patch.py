@@ -9,7 +9,8 @@ import typer
 from rich.markup import escape
 from rich.text import Text
 
-from sglang_kt_sm120.cli.options import EXIT_PROBLEM, JsonOption, err, fail, out, print_json
+from sglang_kt_sm120.cli.options import EXIT_PROBLEM, JsonOption, fail
+from sglang_kt_sm120.cli.output import err, out, print_json
 
 
 def patch(

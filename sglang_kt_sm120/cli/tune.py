@@ -13,21 +13,19 @@ from rich.markup import escape
 
 from sglang_kt_sm120.cli.options import (
     EXIT_PROBLEM,
+    DtypeOption,
     JsonOption,
     ModelOption,
     SetOption,
     ShapeOption,
     TpOption,
-    err,
     fail,
     linears,
-    need,
     need_gpu,
-    out,
+    parse_dtype,
     parse_ms,
-    print_json,
-    table,
 )
+from sglang_kt_sm120.cli.output import err, out, print_json, table
 
 UNITS = {"s": 1, "": 1, "m": 60, "h": 3600}
 
@@ -52,7 +50,7 @@ def tune(
     jobs: Annotated[
         int | None, typer.Option(min=1, help="Compilations at a time (default: half the cores).")
     ] = None,
-    dtype: Annotated[str, typer.Option(help="bfloat16 or float16.")] = "bfloat16",
+    dtype: DtypeOption = "bfloat16",
     share: Annotated[
         Path | None, typer.Option(help="Write the result there, for a pull request.")
     ] = None,
@@ -72,8 +70,7 @@ def tune(
     ms = parse_ms(m) if m else list(tune.QUICK_MS if quick else tune.MS)
     if min(ms) < 1:
         raise typer.BadParameter("rows start at 1")
-    if dtype not in ("bfloat16", "float16"):
-        raise typer.BadParameter(f"{dtype!r}: expected bfloat16 or float16")
+    dtype = parse_dtype(dtype)
     seconds = _seconds(budget, tune.QUICK_BUDGET if quick else tune.BUDGET)
     if export_sglang and (share or quick):
         raise typer.BadParameter("--export-sglang goes with neither --share nor --quick")
@@ -252,7 +249,7 @@ def _print(done: dict[str, Any], stock: bool) -> None:
             case["name"], f"{case['n']},{case['k']}", str(case["m"]), f"{case['old_us']:.2f}",
             f"{case['us']:.2f}", f"{gain:.1%}" if gain > 0 else "", escape(brief),
         )  # fmt: skip
-    out.print(shown)
+    shown.show()
     finished = sum(case.get("effort") != "cut" for case in done["cases"])
     of = done["of"]
     if finished < of:
@@ -271,17 +268,16 @@ def _print(done: dict[str, Any], stock: bool) -> None:
         err.print("is a server running on this GPU? Stop it first: it takes memory, and time")
     for name in ("table", "state", "picture", "share"):
         if done.get(name):
-            out.print(f"{name}: {escape(str(done[name]))}", soft_wrap=True)
+            out.print(f"{name}: {escape(str(done[name]))}")
     for file in done.get("files", ()):
-        out.print(escape(file), soft_wrap=True)
+        out.print(escape(file))
 
 
 def _draw(file: Path, cases: list[dict]) -> str:
     """Draw old and new times of each layer against M; return the file, or why there is none."""
     try:
-        need("matplotlib")
         from matplotlib.figure import Figure
-    except (typer.Exit, ImportError):
+    except ImportError:
         return "none: matplotlib is not installed"
     layers = sorted({(case["n"], case["k"]) for case in cases})
     columns = min(4, len(layers))

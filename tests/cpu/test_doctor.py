@@ -81,16 +81,84 @@ def test_metadata_that_cannot_be_read_is_a_row():
     assert [row.value for row in rows if row.check == "owners"] == ["OSError: no"]
 
 
-def test_no_gpu_is_3_unless_something_else_is_wrong():
-    no_gpu = {"torch": GOOD["torch"] | {"devices": []}}
-    assert doctor.exit_code(judge(**no_gpu)) == 3
-    assert doctor.exit_code(judge(**no_gpu, seam=WRAPPED | {"wrapped": False})) == 1
+NO_GPU = {"torch": GOOD["torch"] | {"devices": []}}
+NO_HOST = {"owners": {}, "host": {"path": None, "cutlass": False}}
+UNIMPORTABLE = {"imported": False, "wrapped": False, "message": "OSError: no libcuda"}
+HOPPER = [{"name": "NVIDIA H100", "capability": "9.0"}]
 
 
-def test_another_gpu_is_a_warning():
-    devices = [{"name": "NVIDIA H100", "capability": "9.0"}]
-    rows = judge(torch=GOOD["torch"] | {"devices": devices})
+def test_no_gpu_is_3_unless_something_is_broken():
+    rows = judge(**NO_GPU)
+    assert doctor.exit_code(rows) == 3
+    assert doctor.verdict(rows) == "not ready: no GPU here"
+    (remedy,) = [row.fix for row in rows if row.check == "GPU"]
+    assert all(word in remedy for word in ("explain", "aot", "warm", "patch", "demo"))
+    assert doctor.exit_code(judge(**NO_GPU, seam=WRAPPED | {"wrapped": False})) == 1
+    assert doctor.exit_code(judge(**NO_GPU, **NO_HOST)) == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "variables", "said"),
+    [
+        (NO_HOST, {}, "no sglang here"),
+        ({"seam": UNIMPORTABLE}, {}, "sglang does not import"),
+        ({"torch": GOOD["torch"] | {"devices": HOPPER}}, {}, "no SM120/SM121 GPU here"),
+        ({"seam": WRAPPED | {"wrapped": False}}, {env.ENABLE.name: "0"}, "switched off"),
+        (
+            {"seam": WRAPPED | {"wrapped": False}},
+            {"SGLANG_PLUGINS": "other"},
+            "left out by SGLANG_PLUGINS",
+        ),
+    ],
+)
+def test_where_nothing_can_be_served_it_is_not_ready(changes, variables, said, monkeypatch):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    rows = judge(**changes)
+    assert doctor.verdict(rows) == f"not ready: {said}"
+    assert doctor.exit_code(rows) == 1
+    assert doctor.exit_code(judge(**(NO_GPU | changes))) == (1 if "SM120" in said else 3)
+
+
+def test_what_is_broken_is_named_beside_the_rest():
+    rows = judge(**NO_HOST, triton_cache="/proc/nobody/writes/here")
+    assert doctor.verdict(rows) == "not ready: no sglang here; see kernel cache above"
+
+
+def test_an_sglang_that_no_distribution_owns_is_a_host():
+    """An editable install, or a checkout on PYTHONPATH."""
+    rows = judge(owners={}, host={"path": "/src/sglang/python/sglang", "cutlass": True})
+    assert doctor.exit_code(rows) == 0
+    assert [row.value for row in rows if row.check == "host"] == [
+        "sglang in /src/sglang/python/sglang"
+    ]
+    assert "seam" in {row.check for row in rows}
+
+
+def test_a_gpu_that_the_test_override_presents(monkeypatch):
+    monkeypatch.setenv(env.TEST_CAPABILITY.name, "12.0")
+    rows = judge(torch=GOOD["torch"] | {"devices": HOPPER})
     assert [row.status for row in rows if row.check == "GPU"] == [doctor.WARN]
+    assert doctor.exit_code(rows) == 0
+
+
+@pytest.mark.parametrize(
+    ("file", "cutlass"),
+    [
+        ("jit_kernel/csrc/gemm/fp8_blockwise/fp8_blockwise_scaled_mm_sm120.cuh", True),
+        ("kernels/jit/csrc/gemm/fp8_blockwise/fp8_blockwise_scaled_mm_sm120.cuh", True),
+        ("jit_kernel/csrc/gemm/nvfp4/nvfp4_scaled_mm.cuh", False),
+    ],
+)
+def test_the_hosts_default_is_read_from_its_files(file, cutlass, tmp_path, monkeypatch):
+    """Found without running a line of it."""
+    package = tmp_path / "sglang"
+    (package / "srt").mkdir(parents=True)
+    (package / "__init__.py").write_text("raise OSError('imported')\n")
+    (package / file).parent.mkdir(parents=True)
+    (package / file).touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert system.host() == {"path": str(package), "cutlass": cutlass}
 
 
 def test_variables_are_judged(monkeypatch):
@@ -99,6 +167,9 @@ def test_variables_are_judged(monkeypatch):
     monkeypatch.setenv("SGLANG_ENABLE_FLASHINFER_FP8_GEMM", "true")
     rows = {row.check: row.status for row in judge()}
     assert rows[env.BACKEND.name] == doctor.FAIL
+    monkeypatch.setenv("SGLANG_KT_SM120_BACKENDS", "triton")
+    (typo,) = [row for row in judge() if row.check == "SGLANG_KT_SM120_BACKENDS"]
+    assert (typo.status, typo.fix) == (doctor.FAIL, "did you mean SGLANG_KT_SM120_BACKEND?")
     assert rows[env.TEST_CAPABILITY.name] == doctor.WARN
     assert rows["SGLANG_ENABLE_FLASHINFER_FP8_GEMM"] == doctor.WARN
 
@@ -109,7 +180,7 @@ def test_switched_off_and_left_out_are_named(monkeypatch):
     assert "SGLANG_PLUGINS=other" in next(r for r in judge(unwrapped) if r.check == "seam").value
     monkeypatch.setenv(env.ENABLE.name, "0")
     rows = {row.check: row for row in judge(unwrapped)}
-    assert rows["hook"].status == rows["seam"].status == doctor.WARN
+    assert rows["hook"].status == rows["seam"].status == doctor.FAIL
 
 
 def test_the_seam_probe_sees_what_a_fresh_interpreter_sees(tmp_path, monkeypatch):
@@ -145,7 +216,8 @@ def test_this_machine_is_reported_whatever_it_lacks():
     answer = json.loads(result.stdout)
     assert answer["schema"] == 1
     assert answer["ok"] is (result.exit_code == 0)
-    assert {"check", "status", "value", "fix"} == set(answer["checks"][0])
+    assert {"check", "status", "value", "fix", "verdict"} == set(answer["checks"][0])
+    assert (answer["verdict"] == "ready") is answer["ok"]
     assert answer["facts"]["versions"]["sglang-kt-sm120"]
     assert Path(answer["facts"]["executable"]).exists()
 

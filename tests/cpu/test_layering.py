@@ -44,6 +44,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "heuristic": (set(), set()),
     "limits": (set(), set()),
     "shapes": (set(), set()),
+    "records": (set(), set()),
     "patches": (set(), set()),
     "configs": ({"env", "heuristic"}, set()),
     "backends": ({"backends", "kernels", "heuristic", "limits"}, {"torch"}),
@@ -59,6 +60,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         {
             "baselines",
             "op",
+            "records",
             "select",
             "shapes",
             "kernels",
