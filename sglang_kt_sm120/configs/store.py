@@ -252,19 +252,30 @@ def triton_configs(device) -> list[Any]:
     return list({config.variant(): config for config in listed}.values())
 
 
+def differs(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """Return in what two tables differ so that no row of one may stand in the other."""
+    return [key for key in ("schema", "gpu", "kernels", "method") if old.get(key) != new.get(key)]
+
+
 def merge(old: dict[str, Any] | None, new: dict[str, Any]) -> dict[str, Any]:
     """Return `new` with the rows of `old` that it says nothing about, shapes and Ms in order.
 
-    Rows of another kernel revision, GPU or method are dropped: one table, one truth.
+    Rows of another kernel revision, GPU or method are dropped: one table, one truth. Rows that
+    were measured in another environment (driver, versions) stay and say in which.
+
+    Args:
+        old, new: What `table.sound` returned.
     """
     kept: dict[tuple, dict[int, dict]] = {}
-    same = old is not None and all(
-        old.get(key) == new.get(key) for key in ("schema", "gpu", "kernels", "method")
-    )
-    for source in (old if same else None, new):
+    if old is not None and differs(old, new):
+        old = None
+    for source in (old, new):
+        measured = {}
+        if source is old and old and old.get("environment") != new.get("environment"):
+            measured = {"environment": old.get("environment")}
         for shape in (source or {}).get("shapes", ()):
             rows_of = kept.setdefault((shape["n"], shape["k"], shape["dtype"]), {})
-            rows_of.update({row["m"]: row for row in shape["rows"]})
+            rows_of.update({row["m"]: {**measured, **row} for row in shape["rows"]})
     shapes = [
         {"n": n, "k": k, "dtype": dtype, "rows": [by_m[m] for m in sorted(by_m)]}
         for (n, k, dtype), by_m in sorted(kept.items())

@@ -27,8 +27,14 @@ SCHEMA = 1
 BACKENDS = ("triton", "cutlass")
 DTYPES = ("bfloat16", "float16")
 DECODE_M = heuristic.DECODE_ROWS
-#: A tuned M answers for fewer rows down to a quarter of it (see `Table.row`).
+#: Classes of M: up to 8, 16, 32 and 64 rows, as the heuristic has them, and prefill.
+CLASSES = (8, 16, 32, DECODE_M)
+PREFILL = 0
+#: A tuned M answers for fewer rows of its class down to a quarter of it (see `Table.row`).
 REACH = 4
+#: The largest M of a row: a load walks all Ms up to five times the largest (see variants.rows).
+MAX_M = 16384
+_TOO_LARGE = f"rows end at M={MAX_M}"
 KERNELS = Path(__file__).parent.parent / "kernels"
 #: What each kernel is made of besides its own file: a change in any of them voids its entries.
 SOURCES = {
@@ -54,6 +60,15 @@ _KINDS = {"str": str, "int": int, "bool": bool}  # of heuristic.Config's fields
 
 class BadTable(ValueError):
     """A table that must not be used; the message says why."""
+
+
+#: What reading a value of the wrong kind, or one that is not there, raises.
+_MALFORMED = (BadTable, KeyError, TypeError, AttributeError)
+
+
+def row_class(m: int) -> int:
+    """Return the class of `m`: one of `CLASSES`, or `PREFILL`."""
+    return next((rows for rows in CLASSES if m <= rows), PREFILL)
 
 
 @dataclass(frozen=True)
@@ -93,14 +108,15 @@ class Table:
         """Return the row that decides `m`, or None where this table has nothing to say.
 
         It is the smallest tuned M that is not below `m`: a tile made for at least as many rows. It
-        must not be more than `REACH` times `m`, and decode (M <= 64) is never decided by prefill.
-        Above the largest tuned M that one decides, up to `REACH` times it, if both are prefill.
+        must be of the same `row_class`, since the next class has other tiles, and not more than
+        `REACH` times `m`. Above the largest tuned M that one decides, up to `REACH` times it, if
+        both are prefill.
         """
         rows = self.shapes.get((n, k, dtype), ())
         for row in rows:
             if row.m >= m:
-                same_side = (row.m <= DECODE_M) == (m <= DECODE_M)
-                return row if same_side and row.m <= REACH * m else None
+                alike = row_class(row.m) == row_class(m) and row.m <= REACH * m
+                return row if alike else None
         if rows and rows[-1].m > DECODE_M and m <= REACH * rows[-1].m:
             return rows[-1]
         return None
@@ -143,7 +159,8 @@ def parse(text: str, device=None) -> Table:
     Raises:
         BadTable: Not JSON, another schema, a missing key, a value of the wrong kind, or Ms that do
             not rise. A row that merely cannot serve here (kernel changed, too much shared memory,
-            a value out of range) leaves its M to the heuristic and is listed in `refused`.
+            a value out of range) leaves its M to the heuristic and is listed in `refused`; one
+            above `MAX_M` is as if it were not there, and listed too.
     """
     if not text.strip():
         raise BadTable("it is empty")
@@ -173,9 +190,7 @@ def _table(data: dict, device) -> Table:
     shapes: dict[tuple[int, int, str], tuple[Row, ...]] = {}
     refused: list[str] = []
     for shape in data["shapes"]:
-        n, k, dtype = shape["n"], shape["k"], shape["dtype"]
-        if not (_positive(n) and _positive(k) and k % heuristic.GROUP == 0 and dtype in DTYPES):
-            raise BadTable(f"no shape of a block-FP8 layer: n={n!r} k={k!r} dtype={dtype!r}")
+        n, k, dtype = _shape(shape)
         if (n, k, dtype) in shapes:
             raise BadTable(f"N={n} K={k} {dtype} comes twice")
         rows, before = [], 0
@@ -184,6 +199,9 @@ def _table(data: dict, device) -> Table:
             if not _positive(m) or m <= before:
                 raise BadTable(f"N={n} K={k}: M={m!r} after {before}; Ms must rise")
             before = m
+            if m > MAX_M:
+                refused.append(f"N={n} K={k} M={m}: {_TOO_LARGE}")
+                continue
             try:
                 rows.append(_row(row, k, data["kernels"], limit, device))
             except BadTable as error:
@@ -194,6 +212,55 @@ def _table(data: dict, device) -> Table:
     return Table(
         gpu, shapes, tuple(refused), bool(method.get("stand_in")), str(data.get("shared_by", ""))
     )
+
+
+def sound(data: Any) -> tuple[dict[str, Any] | None, list[str]]:
+    """Return a table's data with the rows that a server would take, and what the others lack.
+
+    For data that may be broken anywhere, such as a file that was edited by hand. Rows come out by
+    rising M; of an M that comes twice the last one is kept. None where there are no rows to find.
+    """
+    try:
+        listed, kernels = list(data["shapes"]), data["kernels"]
+        limit = data["gpu"]["shared_bytes"]
+    except _MALFORMED as error:
+        return None, [f"it is no table ({type(error).__name__}: {error})"]
+    kept: dict[tuple[int, int, str], dict[int, dict]] = {}
+    dropped: list[str] = []
+    for shape in listed:
+        try:
+            name, rows = _shape(shape), list(shape["rows"])
+        except _MALFORMED as error:
+            dropped.append(_lack(error))
+            continue
+        n, k, _ = name
+        for row in rows:
+            try:
+                m = row["m"]
+                if not _positive(m) or m > MAX_M:
+                    raise BadTable(_TOO_LARGE if _positive(m) else "no M")
+                _row(row, k, kernels, limit, None)
+                kept.setdefault(name, {})[m] = row
+            except _MALFORMED as error:
+                m = row.get("m") if isinstance(row, dict) else row
+                dropped.append(f"N={n} K={k} M={m!r}: {_lack(error)}")
+    shapes = [
+        {"n": n, "k": k, "dtype": dtype, "rows": [by_m[m] for m in sorted(by_m)]}
+        for (n, k, dtype), by_m in sorted(kept.items())
+    ]
+    return {**data, "shapes": shapes}, dropped
+
+
+def _lack(error: Exception) -> str:
+    return f"it has no {error}" if isinstance(error, KeyError) else str(error)
+
+
+def _shape(shape: dict) -> tuple[int, int, str]:
+    """Return (n, k, dtype) of a table's entry."""
+    n, k, dtype = shape["n"], shape["k"], shape["dtype"]
+    if not (_positive(n) and _positive(k) and k % heuristic.GROUP == 0 and dtype in DTYPES):
+        raise BadTable(f"no shape of a block-FP8 layer: n={n!r} k={k!r} dtype={dtype!r}")
+    return n, k, dtype
 
 
 def _positive(value) -> bool:

@@ -99,11 +99,15 @@ class Compilers:
         self.device, self.capability, self.arch = device, capability, arch
         self.pdl, self.dtype = pdl, dtype
         self.waited = 0.0
-        self._pool = ProcessPoolExecutor(
-            jobs or default_jobs(), multiprocessing.get_context("spawn"), _ignore_interrupts
-        )
+        self.jobs = jobs or default_jobs()
+        self._pool = self._processes()
         self._asked: dict[tuple[heuristic.Config, bool], Future] = {}
         self._known: dict[tuple[heuristic.Config, bool], heuristic.Resources | str] = {}
+
+    def _processes(self) -> ProcessPoolExecutor:
+        return ProcessPoolExecutor(
+            self.jobs, multiprocessing.get_context("spawn"), _ignore_interrupts
+        )
 
     def ask(self, variants: Iterable[heuristic.Config], n: int) -> None:
         """Start compiling what was not asked for before."""
@@ -119,15 +123,18 @@ class Compilers:
         """Wait for a variant; return what it takes, or why it is out.
 
         Raises:
-            RuntimeError: A compiling process died (memory?).
+            RuntimeError: A compiling process died (memory?). Others take its place, so that only
+                the case at hand fails.
         """
         key = (variant, n % 16 == 0)
         if key not in self._known:
-            self.ask([variant], n)
             start = time.monotonic()
             try:
+                self.ask([variant], n)
                 look = self._asked[key].result()
             except BrokenProcessPool:
+                self.close()
+                self._pool, self._asked = self._processes(), {}
                 raise RuntimeError(
                     "a compiling process died, most likely for lack of memory: use fewer --jobs"
                 ) from None

@@ -9,14 +9,15 @@ It knows no GPU: `Bench` times and checks, `Builds` compiles, both given. For ea
 4. confirm: the winner against the old one on fresh data, most rounds. Less than `MIN_GAIN` faster,
    and the old one stays.
 
-In prefill some hosts serve their own CUTLASS by default and others our kernels, and the tuner does
-not know which it is for. So the host's proven kernels count as old ones there too: the table says
-who serves where one of these defaults is slower than the best by `MIN_GAIN`, and is silent where
-none is.
+In prefill a host may serve its own CUTLASS by default, and the same host serves our kernels where
+they are asked for by flag. A table is for both, so what serves then is measured too (see
+`Bench.defaults`). Where it is slower than the old one by `MIN_GAIN` and nothing beats the old one
+by as much, the table names the old one; it is silent where all are as good.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import statistics
 import time
@@ -25,7 +26,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from sglang_kt_sm120 import heuristic
-from sglang_kt_sm120.configs import store
+from sglang_kt_sm120.configs import store, table
 from sglang_kt_sm120.tune import space
 
 MIN_GAIN = 0.02  # of the old time; timings of one configuration move by 1 % within a run
@@ -82,8 +83,12 @@ class Bench(Protocol):
     ) -> list[Timing]:
         """Return one `Timing` each; `fresh` asks for new operands."""  # fmt: skip
 
-    def default(self, shape, m: int) -> Contender:
-        """Return what serves this product where no table says otherwise."""
+    def defaults(self, shape, m: int) -> list[Contender]:
+        """Return what may serve this product where no table says otherwise.
+
+        The first is the old one: what this host serves unless told otherwise. Then what it serves
+        where our kernels are asked for, if that is another.
+        """
 
     def others(self, shape, m: int) -> list[Contender]:
         """Return the contenders that are not ours (the host's CUTLASS kernels)."""
@@ -166,17 +171,21 @@ class Tuner:
     ) -> Outcome:  # fmt: skip
         """Tune every (shape, M) that `cases` does not hold yet, M by M; results go into `cases`.
 
-        `save` is called after each. KeyboardInterrupt ends the run and keeps what is done.
+        `save` is called after each. KeyboardInterrupt, whenever it comes, ends the run and keeps
+        what is done; a case that fails, or a state that cannot be saved, is listed in the outcome
+        and ends nothing.
         """
         outcome = Outcome()
+        try:
+            self._run(shapes, ms, cases, save, outcome)
+        except KeyboardInterrupt:
+            outcome.ended = "interrupted"
+        return outcome
+
+    def _run(self, shapes, ms, cases, save, outcome: Outcome) -> None:
         todo = [(shape, m) for m in ms for shape in shapes if not self._done(cases, shape, m)]
         total = len(ms) * len(shapes)
-        olds = [(self.bench.default(shape, m), shape.n) for shape, m in todo]
-        for old, n in olds:
-            if old.backend == "triton":
-                self.builds.ask([old.config.variant()], n)
-        for shape, m in todo:
-            self.builds.ask(self._variants(m), shape.n)
+        self._compile_ahead(todo)
         for index, (shape, m) in enumerate(todo):
             if self.clock() >= self.end:
                 outcome.ended = "budget"
@@ -184,26 +193,32 @@ class Tuner:
             self.at = Event(shape, m, total - len(todo) + index, total, "coarse", 0, 0)
             try:
                 found = self._case(shape, m)
-            except KeyboardInterrupt:
-                outcome.ended = "interrupted"
-                break
             except Exception as error:  # one case (its memory, say) must not end the run
                 found = {"failure": f"{type(error).__name__}: {error}"}
             if "failure" in found:
                 outcome.failures.append(f"N={shape.n} K={shape.k} M={m}: {found['failure']}")
                 continue
             cases[key(shape.n, shape.k, m)] = found
-            save()
             if found["effort"] == "cut":
                 outcome.ended = "budget"
-        return outcome
+            keep(save, outcome)
+
+    def _compile_ahead(self, todo: Sequence[tuple]) -> None:
+        """Ask for what will be timed, the old ones first; a case that fails here says so later."""
+        for shape, m in todo:
+            with contextlib.suppress(Exception):
+                ours = [c for c in self.bench.defaults(shape, m) if c.backend == "triton"]
+                self.builds.ask([c.config.variant() for c in ours], shape.n)
+        for shape, m in todo:
+            with contextlib.suppress(Exception):
+                self.builds.ask(self._variants(m), shape.n)
 
     def _done(self, cases: dict[str, dict], shape, m: int) -> bool:
         case = cases.get(key(shape.n, shape.k, m))
         return case is not None and (self.quick or case["effort"] == "full")
 
     def _variants(self, m: int) -> list[heuristic.Config]:
-        listed = space.variants(space.row_class(m), self.device.mma)
+        listed = space.variants(table.row_class(m), self.device.mma)
         return listed[:QUICK_VARIANTS] if self.quick else listed
 
     def _say(self, step: str, tried: int, of: int, best=None, ratio=None) -> None:
@@ -214,7 +229,8 @@ class Tuner:
 
     def _case(self, shape, m: int) -> dict:
         start = self.clock()
-        old, others = self.bench.default(shape, m), self.bench.others(shape, m)
+        defaults, others = self.bench.defaults(shape, m), self.bench.others(shape, m)
+        old = defaults[0]
         waited = self.builds.waited
         times: dict[Contender, float] = {}  # over the old one's, in the same batch
         pruned: dict[str, int] = {}
@@ -240,20 +256,20 @@ class Tuner:
             # What serves today is wrong or fails here: that is a finding, not a baseline.
             return {"failure": f"{old.backend}: {first.note}"}
         times[old] = 1.0
-        race(others, "coarse")
+        race([*defaults, *others], "coarse")
         race(self._coarse(shape, m, pruned), "coarse")
         for _ in range(0 if self.quick else NEAR_ROUNDS):
             if not time_is_up():
                 race(self._near(shape, m, times, pruned), "near")
         good = [c for c in sorted(times, key=times.__getitem__) if times[c] < float("inf")]
-        self.ranked[shape.n, shape.k, space.row_class(m)] = [
+        self.ranked[shape.n, shape.k, table.row_class(m)] = [
             c.config for c in good if c.backend == "triton"
         ]
-        return self._decide(shape, m, old, others, good, times, pruned, start)
+        return self._decide(shape, m, defaults, good, times, pruned, start)
 
     def _coarse(self, shape, m: int, pruned: dict[str, int]) -> Iterator[Contender]:
         """Yield the configurations to try, those that were good at a neighbouring M first."""
-        seeds = self.ranked.get((shape.n, shape.k, space.row_class(m)), [])
+        seeds = self.ranked.get((shape.n, shape.k, table.row_class(m)), [])
         for config in seeds[: QUICK_VARIANTS if self.quick else BATCH]:
             yield Contender("triton", config)
         for variant in self._variants(m):
@@ -292,10 +308,9 @@ class Tuner:
         base = timings[0].us
         return [t.us / base if t.us is not None and base else None for t in timings]
 
-    def _decide(
-        self, shape, m: int, old, others, good, times, pruned, start: float
-    ) -> dict:  # fmt: skip
+    def _decide(self, shape, m: int, defaults, good, times, pruned, start: float) -> dict:
         """Run the final and the confirmation; return the case's record."""
+        old = defaults[0]
         # A search that the end of the run cut short is done again by the next one.
         effort = "quick" if self.quick else "cut" if self.clock() >= self.end else "full"
         finalists = [c for c in good if c != old][:FINALISTS]
@@ -310,7 +325,6 @@ class Tuner:
         winner = min(final, key=final.__getitem__, default=None)
         if winner is not None:
             self._say("confirm", len(times), len(times), winner, final[winner])
-        defaults = [old, *(others if m > heuristic.DECODE_ROWS else ())]
         # The best of ours as well, for the heuristic's distance from it.
         best_of_ours = next((c for c in sorted(final, key=final.get) if c.backend == "triton"), old)
         last = list(dict.fromkeys([*defaults, winner or old, best_of_ours]))
@@ -318,11 +332,11 @@ class Tuner:
         known = {c: t for c, t in zip(last, timings, strict=True) if t.us is not None}
         if old not in known:
             return {"failure": f"{old.backend}, on fresh data: {timings[0].note}"}
-        default = min((c for c in defaults if c in known), key=lambda c: known[c].us)
         over_us = max(known[c].us for c in defaults if c in known)
-        best = default
-        if winner in known and known[winner].us <= (1 - MIN_GAIN) * known[default].us:
-            best = winner
+        best = old
+        for rival in (*defaults, winner):  # each has to beat what would stay
+            if rival in known and known[rival].us <= (1 - MIN_GAIN) * known[best].us:
+                best = rival
         ours = [c for c in known if c.backend == "triton"] or [old]
         record |= {
             "old_us": known[old].us, "best_us": min(known[c].us for c in ours),
@@ -339,6 +353,16 @@ class Tuner:
                     record["shared_bytes"] = need.shared_bytes
         record["seconds"] = round(self.clock() - start, 3)
         return record
+
+
+def keep(save: Callable[[], None], outcome: Outcome) -> None:
+    """Save the state; where that fails, say so once in the outcome: the table is still to come."""
+    try:
+        save()
+    except Exception as error:  # a full disk, say: what was measured must outlive it
+        text = f"the state is not saved, a later run cannot go on from here: {error}"
+        if text not in outcome.failures:
+            outcome.failures.append(text)
 
 
 def _written(contender: Contender) -> dict[str, Any]:

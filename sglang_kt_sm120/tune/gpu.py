@@ -88,12 +88,15 @@ class GpuBench:
         records = bench.time_case(case, listed, rounds=rounds, graph_us=graph_us)
         return [Timing(record.us, record.error, record.note) for record in records]
 
-    def default(self, shape, m: int) -> Contender:
+    def defaults(self, shape, m: int) -> list[Contender]:
         """See `engine.Bench`: what `select.choose` answers when it asks no table."""
         known = self._known(shape.n, shape.k)
         problem = op.problem_of(m, shape.n, shape.k, self.dtype)
-        choice = select.choose(problem, self.device, known, tables=False)
-        return Contender(choice.backend, choice.config)
+        asked_for = dataclasses.replace(known, host_default="")  # no default of the host's is left
+        choices = (
+            select.choose(problem, self.device, facts, tables=False) for facts in (known, asked_for)
+        )
+        return list(dict.fromkeys(Contender(c.backend, c.config) for c in choices))
 
     def others(self, shape, m: int) -> list[Contender]:
         """See `engine.Bench`: the host's CUTLASS kernels that are right on this shape."""

@@ -6,15 +6,19 @@ All are written atomically. The state holds every finished case in full; the tab
 from __future__ import annotations
 
 import json
+import logging
 import platform
 from collections.abc import Iterable
 from datetime import datetime, timezone
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from sglang_kt_sm120 import system
+from sglang_kt_sm120 import env, system
 from sglang_kt_sm120.configs import store, table
 
+logger = logging.getLogger("sglang_kt_sm120")
+HOSTS = ("sglang-kt", "sglang", "kt-kernel", "sgl-kernel", "sglang-kernel", "flashinfer-python")
 #: What of a case goes into the table beside backend and configuration, as evidence.
 EVIDENCE = ("us", "old_us", "over_us", "error", "shared_bytes", "registers", "effort")
 TIMING = (
@@ -24,7 +28,7 @@ TIMING = (
 
 
 def header(device, dtype: str, stand_in: bool) -> dict[str, Any]:
-    """Return what makes results comparable: GPU, kernel revisions, method. Without dates."""
+    """Return what makes results comparable: GPU, kernels, method, `setting`. Without dates."""
     lowering = "SM120 lowering up to M = 16, native above" if stand_in else "as served"
     return {
         "schema": table.SCHEMA,
@@ -32,7 +36,34 @@ def header(device, dtype: str, stand_in: bool) -> dict[str, Any]:
         "kernels": table.revisions(),
         "method": {"stand_in": stand_in, "lowering": lowering, "timing": TIMING},
         "dtype": dtype,
+        "setting": setting(device.name),
     }
+
+
+def setting(name: str) -> dict[str, Any]:
+    """Return what a time on the GPU called `name` depends on beside card, kernels and method.
+
+    Driver ("" where nvidia-smi is not there), versions of torch, Triton and the host, and the
+    variables that change what is launched. nvidia-smi numbers cards in its own order, so the driver
+    is that of the first card of that name.
+    """
+    versions = system.guarded(system.versions)
+    return {
+        "driver": _card(name).get("driver_version", ""),
+        **{one: system.guarded(lambda one=one: str(import_module(one).__version__))
+           for one in ("torch", "triton")},
+        "host": {one: versions[one] for one in HOSTS if one in versions} or "no sglang installed",
+        "pdl": env.PDL.get(),
+        "mma": env.MMA.get(),
+        "disabled_backends": sorted(env.DISABLED_BACKENDS.get()),
+    }  # fmt: skip
+
+
+def _card(name: str) -> dict[str, str]:
+    """Return what nvidia-smi says about the first card called `name`; empty where nothing."""
+    listed = system.guarded(system.gpus)
+    listed = listed if isinstance(listed, list) else []  # else {"error": ...}
+    return next((gpu for gpu in listed if gpu.get("name") == name), {})
 
 
 def state_file(name: str, search: str) -> Path:
@@ -44,7 +75,8 @@ def state_file(name: str, search: str) -> Path:
 def load_state(file: Path, head: dict[str, Any]) -> tuple[dict[str, dict], str]:
     """Return (finished cases, what to tell the user): none where the state is of something else.
 
-    A state that cannot be read, or was made with other kernels, another GPU or method, starts over.
+    A state that cannot be read, or was made with other kernels, another GPU, method or `setting`,
+    starts over: times of two settings must not be compared.
     """
     try:
         state = json.loads(file.read_text(encoding="utf-8"))
@@ -53,10 +85,16 @@ def load_state(file: Path, head: dict[str, Any]) -> tuple[dict[str, dict], str]:
         return {}, ""
     except (OSError, ValueError, KeyError, TypeError) as error:
         return {}, f"{file} cannot be read ({error}): starting over"
-    changed = [name for name, value in head.items() if state.get(name) != value]
+    changed = [name for name, value in _flat(head).items() if _flat(state).get(name) != value]
     if changed:
         return {}, f"{file} is of another {' and '.join(changed)}: starting over"
     return cases, f"going on after {len(cases)} finished cases of {file}"
+
+
+def _flat(head: dict[str, Any]) -> dict[str, Any]:
+    """Return a header with its setting's parts beside the others, to name what differs."""
+    inner = head.get("setting")
+    return {**head, **(inner if isinstance(inner, dict) else {}), "setting": None}
 
 
 def save_state(file: Path, head: dict[str, Any], cases: dict[str, dict]) -> None:
@@ -65,22 +103,12 @@ def save_state(file: Path, head: dict[str, Any], cases: dict[str, dict]) -> None
 
 
 def environment(device_facts: dict[str, Any]) -> dict[str, Any]:
-    """Return what was installed and how the card was set, beside the facts that torch gives.
-
-    nvidia-smi numbers cards in its own order, so driver and power limit are those of the first
-    card of that name.
-    """
-    gpus = system.guarded(system.gpus)
-    listed = gpus if isinstance(gpus, list) else []  # else {"error": ...}
-    gpu = next((g for g in listed if g.get("name") == device_facts["gpu"]), {})
-    versions = system.guarded(system.versions)
-    hosts = ("sglang-kt", "sglang", "sgl-kernel", "flashinfer-python")
-    host = {name: version for name, version in versions.items() if name in hosts}
+    """Return what was installed and how the card was set, beside the facts that torch gives."""
+    name = device_facts["gpu"]
     return {
+        **setting(name),
         **device_facts,
-        "driver": gpu.get("driver_version", ""),
-        "power_limit": gpu.get("power.limit", ""),
-        "host": host or "no sglang installed",
+        "power_limit": _card(name).get("power.limit", ""),
         "python": platform.python_version(),
     }
 
@@ -96,8 +124,8 @@ def make_table(
         shapes.setdefault((case["n"], case["k"]), {})[case["m"]] = row
     dtype = head["dtype"]
     return {
-        **{name: value for name, value in head.items() if name != "dtype"},
-        "environment": facts,
+        **{name: value for name, value in head.items() if name not in ("dtype", "setting")},
+        "environment": {**head["setting"], **facts},
         "date": (now or datetime.now(timezone.utc)).strftime("%Y-%m-%d"),
         "shapes": [
             {"n": n, "k": k, "dtype": dtype, "rows": [rows[m] for m in sorted(rows)]}
@@ -107,24 +135,44 @@ def make_table(
 
 
 def write_table(data: dict[str, Any], file: Path) -> dict[str, Any]:
-    """Merge with the file that is there, check the outcome as a server would, and write it.
+    """Merge with the file that is there and write every row that a server would take.
+
+    A row that it would not take is left out with one warning for all, whether it is an earlier one
+    (edited by hand, of another kernel) or a new one (a mistake of the tuner): it must not cost the
+    others. So is a whole file that cannot be read or merged.
 
     Returns what was written.
 
     Raises:
-        table.BadTable: It would not be taken: a mistake of the tuner, so nothing is written.
+        table.BadTable: None of the new rows would be taken: nothing is written.
         OSError: The folder cannot be written.
     """
-    try:
-        old = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        old = None
-    merged = store.merge(old if isinstance(old, dict) else None, data)
-    refused = table.parse(json.dumps(merged)).refused
-    if refused:
+    new, refused = table.sound(data)
+    if new is None or (refused and not new["shapes"]):
         raise table.BadTable(refused[0])
+    old, lost = _earlier(file, new)
+    for reasons, what in ((lost, "earlier"), (refused, "new")):
+        if reasons:
+            more = f" (and {len(reasons) - 1} more)" if len(reasons) > 1 else ""
+            logger.warning(
+                "sglang-kt-sm120: %s: %s rows are left out: %s%s", file, what, reasons[0], more
+            )
+    merged = store.merge(old, new)
     store.save(file, merged)
     return merged
+
+
+def _earlier(file: Path, new: dict[str, Any]) -> tuple[dict[str, Any] | None, list[str]]:
+    """Return the sound part of the table in `file` that goes with `new`, and what is left out."""
+    try:
+        text = file.read_text(encoding="utf-8")
+        old, lost = table.sound(json.loads(text))
+    except FileNotFoundError:
+        return None, []
+    except (OSError, ValueError, RecursionError) as error:
+        return None, [f"the file cannot be read ({type(error).__name__}: {error})"]
+    differs = store.differs(old, new) if old is not None else []
+    return old, [f"they are of another {' and '.join(differs)}"] if differs else lost
 
 
 def shared(data: dict[str, Any], credit: str) -> dict[str, Any]:

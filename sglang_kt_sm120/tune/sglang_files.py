@@ -26,6 +26,7 @@ from sglang_kt_sm120.tune.engine import (
     Event,
     Outcome,
     Timing,
+    keep,
 )
 
 KEYS = ("BLOCK_SIZE_M", "BLOCK_SIZE_N", "BLOCK_SIZE_K", "GROUP_SIZE_M", "num_warps", "num_stages")
@@ -112,48 +113,59 @@ def search(
         budget: Seconds.
     """
     end, outcome = clock() + budget, Outcome()
-    default = Contender("stock", Stock(tuple(DEFAULT.values())))
     todo = [(s, m) for m in ms for s in shapes if _key(s, m) not in cases]
     total = len(ms) * len(shapes)
-    for index, (shape, m) in enumerate(todo):
-        if clock() >= end:
-            outcome.ended = "budget"
-            break
-        event = Event(shape, m, total - len(todo) + index, total, "coarse", 0, 0)
-        try:
-            listed = [Contender("stock", config) for config in grid(m, shared_bytes)]
-            listed = [contender for contender in listed if contender != default]
-            times: dict[Contender, float] = {}
-            for first in range(0, len(listed), BATCH):
-                batch = listed[first : first + BATCH]
-                base, *rest = measure(shape, m, [default, *batch], **COARSE)
-                if base.us is not None:
-                    done = zip(batch, rest, strict=True)
-                    times |= {c: t.us / base.us for c, t in done if t.us is not None}
-                event.tried, event.of = min(first + BATCH, len(listed)), len(listed)
-                if times:
-                    best = min(times, key=times.__getitem__)
-                    event.best, event.ratio = str(best.config.values), times[best]
-                notify(event)
-                if clock() >= end:
-                    break
-            best = min(times, key=times.__getitem__, default=None)
-            finalists = [default] if best is None else [default, best]
-            before, *after = measure(shape, m, finalists, **CONFIRM, fresh=True)
-        except KeyboardInterrupt:
-            outcome.ended = "interrupted"
-            break
-        if before.us is None:
-            outcome.failures.append(f"N={shape.n} K={shape.k} M={m}: stock: {before.note}")
-            continue
-        won = after and after[0].us is not None and after[0].us <= (1 - MIN_GAIN) * before.us
-        cases[_key(shape, m)] = {
-            "name": shape.name, "n": shape.n, "k": shape.k, "m": m, "old_us": before.us,
-            "us": after[0].us if won else before.us,
-            "config": (best if won else default).config.as_dict(),
-        }  # fmt: skip
-        save()
+    try:
+        for index, (shape, m) in enumerate(todo):
+            if clock() >= end:
+                outcome.ended = "budget"
+                break
+            event = Event(shape, m, total - len(todo) + index, total, "coarse", 0, 0)
+            try:
+                found = _case(measure, event, shared_bytes, notify, lambda: clock() >= end)
+            except Exception as error:  # one case (its memory, say) must not end the run
+                found = f"{type(error).__name__}: {error}"
+            if isinstance(found, str):
+                outcome.failures.append(f"N={shape.n} K={shape.k} M={m}: {found}")
+                continue
+            cases[_key(shape, m)] = found
+            keep(save, outcome)
+    except KeyboardInterrupt:
+        outcome.ended = "interrupted"
     return outcome
+
+
+def _case(measure, event: Event, shared_bytes: int, notify, time_is_up) -> dict | str:
+    """Return the record of one (shape, M), or what is wrong with stock's kernel there."""
+    shape, m = event.shape, event.m
+    default = Contender("stock", Stock(tuple(DEFAULT.values())))
+    listed = [Contender("stock", config) for config in grid(m, shared_bytes)]
+    listed = [contender for contender in listed if contender != default]
+    times: dict[Contender, float] = {}
+    for first in range(0, len(listed), BATCH):
+        batch = listed[first : first + BATCH]
+        base, *rest = measure(shape, m, [default, *batch], **COARSE)
+        if base.us is not None:
+            done = zip(batch, rest, strict=True)
+            times |= {c: t.us / base.us for c, t in done if t.us is not None}
+        event.tried, event.of = min(first + BATCH, len(listed)), len(listed)
+        if times:
+            best = min(times, key=times.__getitem__)
+            event.best, event.ratio = str(best.config.values), times[best]
+        notify(event)
+        if time_is_up():
+            break
+    best = min(times, key=times.__getitem__, default=None)
+    finalists = [default] if best is None else [default, best]
+    before, *after = measure(shape, m, finalists, **CONFIRM, fresh=True)
+    if before.us is None:
+        return f"stock: {before.note}"
+    won = after and after[0].us is not None and after[0].us <= (1 - MIN_GAIN) * before.us
+    return {
+        "name": shape.name, "n": shape.n, "k": shape.k, "m": m, "old_us": before.us,
+        "us": after[0].us if won else before.us,
+        "config": (best if won else default).config.as_dict(),
+    }  # fmt: skip
 
 
 def _key(shape, m: int) -> str:

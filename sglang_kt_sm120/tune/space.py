@@ -15,23 +15,15 @@ from sglang_kt_sm120 import heuristic
 from sglang_kt_sm120.configs import table
 from sglang_kt_sm120.heuristic import Config
 
-#: M classes that share their variants: up to 8, 16, 32, 64 rows, and prefill.
-CLASSES = (8, 16, 32, 64)
-PREFILL = 0
 #: Rows of prefill up to which split-K over 64-row tiles may still win.
 SPLIT_PREFILL = 1024
-
-
-def row_class(m: int) -> int:
-    """Return the class of `m`: 8, 16, 32, 64, or `PREFILL`."""
-    return next((rows for rows in CLASSES if m <= rows), PREFILL)
 
 
 def variants(rows: int, mma: str = "plain") -> list[Config]:
     """Return the variants (one split) of a class of M, in the order in which to try them.
 
     Args:
-        rows: From `row_class`.
+        rows: From `table.row_class`: the Ms of a class share their variants.
         mma: `select.Device.mma`: "block_scale" adds the block-scaled instruction in prefill.
     """
     made = {
@@ -39,7 +31,7 @@ def variants(rows: int, mma: str = "plain") -> list[Config]:
         16: lambda: [*_direct(16), *_pipelined(16, fused=(False, True))],
         32: lambda: list(_pipelined(32, fused=(False,))),
         64: lambda: [*_pipelined(64, fused=(False,)), *_pipelined(32, fused=(False,))],
-        PREFILL: lambda: [*_tiled(mma), *_pipelined(64, fused=(False,))],
+        table.PREFILL: lambda: [*_tiled(mma), *_pipelined(64, fused=(False,))],
     }[rows]()
     return list(dict.fromkeys(made))
 

@@ -13,7 +13,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from sglang_kt_sm120 import devices, doctor, env, heuristic, limits, select, shapes, warm
+from sglang_kt_sm120 import (
+    devices,
+    doctor,
+    env,
+    heuristic,
+    limits,
+    select,
+    shapes,
+    variants,
+    warm,
+)
 from sglang_kt_sm120.backends import cutlass
 from sglang_kt_sm120.configs import store, table
 
@@ -132,13 +142,13 @@ def test_a_stand_in_serves_no_other_gpu():
     assert store.relation(table.parse(json.dumps(own)), device) == "device table"
 
 
-def test_a_tuned_m_answers_for_fewer_rows_and_never_across_decode(places):
+def test_a_tuned_m_answers_for_fewer_rows_of_its_own_class(places):
     tuned = {8: DIRECT, 64: RING, 256: TILED, 2048: RING}
     put(places["user"], make(SERVER, *(row(m, config) for m, config in tuned.items())))
     expected = {
-        1: None, 2: 8, 8: 8, 9: None, 16: 64, 17: 64, 64: 64, 65: 256, 127: 256, 256: 256,
-        257: 256, 319: 256, 320: None, 511: None, 512: 2048, 2048: 2048, 2112: 2048, 8192: 2048,
-        8256: None,
+        1: None, 2: 8, 8: 8, 9: None, 16: None, 17: None, 32: None, 33: 64, 64: 64, 65: 256,
+        127: 256, 256: 256, 257: 256, 319: 256, 320: None, 511: None, 512: 2048, 2048: 2048,
+        2112: 2048, 8192: 2048, 8256: None,
     }  # fmt: skip
     for m, by in expected.items():
         answer = choose(m)
@@ -146,6 +156,30 @@ def test_a_tuned_m_answers_for_fewer_rows_and_never_across_decode(places):
             assert (answer.evidence, answer.config) == ("heuristic", default(m)), m
         else:
             assert (answer.evidence, answer.config) == ("user table", tuned[by]), m
+
+
+def test_a_row_decides_for_no_other_class_of_rows(places):
+    """Each M of decode, a row at each: a 16-row tile must not serve what an 8-row tile can."""
+    bounds = (0, *(rows for rows, _ in heuristic._DECODE))
+    assert bounds[1:] == table.CLASSES
+    for tuned in range(1, 65):
+        config = dataclasses.replace(RING, chunk=32)
+        parsed = table.parse(json.dumps(make(SERVER, row(tuned, config))))
+        served = [m for m in range(1, 200) if parsed.row(m, N, K, "bfloat16")]
+        below = max(bound for bound in bounds if bound < tuned)
+        assert served == [m for m in range(below + 1, tuned + 1) if tuned <= 4 * m], tuned
+
+
+def test_a_huge_m_does_not_hold_up_the_load(places, caplog):
+    """What a load walks is bounded; the other rows of the file serve."""
+    put(places["user"], make(SERVER, row(4, DIRECT), row(table.MAX_M, TILED), row(10**9, TILED)))
+    problem, device = select.Problem(4, N, K), devices.describe(SERVER)
+    assert max(select.tuned_rows(problem, device)) == table.MAX_M == 16384
+    assert len(variants.rows(problem, device)) < 2000
+    assert choose(4).config == DIRECT
+    assert choose(4 * table.MAX_M).config == TILED
+    assert choose(4 * table.MAX_M + 64).evidence == "heuristic"
+    assert f"M={10**9}: rows end at M=16384" in caplog.text
 
 
 def test_a_row_without_a_winner_keeps_the_heuristic_against_later_tables(places):
@@ -472,6 +506,14 @@ def test_saving_is_atomic_and_merging_keeps_what_still_holds(places):
     assert [(r["m"], r["backend"]) for r in merged["shapes"][0]["rows"]] == [
         (4, "triton"), (8, None), (16, "triton"),
     ]  # fmt: skip
+    here, there = {"driver": "580.1"}, {"driver": "570.2"}
+    merged_too = store.merge({**old, "environment": there}, {**new, "environment": here})
+    assert merged_too["environment"] == here
+    where = [r.get("environment") for r in merged_too["shapes"][0]["rows"]]
+    assert where == [there, None, None]
+    again = store.merge(merged_too, {**new, "environment": {"driver": "590.3"}})
+    where = [r.get("environment") for r in again["shapes"][0]["rows"]]
+    assert where == [there, None, None]  # the row's own, not that of the table it came in
     changed = make(SERVER, row(4, DIRECT), kernels={"direct": "0"})
     assert [r["m"] for r in store.merge(changed, new)["shapes"][0]["rows"]] == [8, 16]
     file = put(places["user"], merged)
