@@ -199,9 +199,9 @@ def facts() -> dict[str, Any]:
         "platform": platform.platform(),
         "versions": guarded(versions),
         "owners": guarded(owners),
-        "host": guarded(host),
         "gpus": guarded(gpus),
         "torch": guarded(torch_facts),
         "ptxas": {arch: guarded(lambda arch=arch: ptxas(arch)) for arch in ("sm_120a", "sm_121a")},
         "triton_cache": str(triton_cache()),
+        "host": guarded(host),  # last: finders of other tools may act when sglang is looked for
     }
