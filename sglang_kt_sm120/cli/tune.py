@@ -65,11 +65,12 @@ def tune(
 ) -> None:
     """Find the fastest kernels for a model on this GPU and write a tuned table. Resumable."""
     from sglang_kt_sm120 import shapes, tune
+    from sglang_kt_sm120.configs import table as tables
 
     layers = shapes.unique(linears(shape, model, shape_set, tp))
     ms = parse_ms(m) if m else list(tune.QUICK_MS if quick else tune.MS)
-    if min(ms) < 1:
-        raise typer.BadParameter("rows start at 1")
+    if not 1 <= min(ms) <= max(ms) <= tables.MAX_M:
+        raise typer.BadParameter(f"--m: rows from 1 to {tables.MAX_M}")
     dtype = parse_dtype(dtype)
     seconds = _seconds(budget, tune.QUICK_BUDGET if quick else tune.BUDGET)
     if export_sglang and (share or quick):
@@ -232,12 +233,12 @@ def _brief(case: dict) -> str:
         return "kept"
     config = case["config"] or {}
     if case["backend"] != "triton":
-        return f"{case['backend']} {config.get('kernel', '')}"
+        brief = f"{case['backend']} {config.get('kernel', '')}"
+        same = {name: case[name] for name in ("backend", "config")} == case["old"]
+        return f"{brief}: kept, over ours" if same else brief
     tile = f"{config['block_m']}x{config['block_n']}"
     brief = f"{config['kernel']} {tile} {config['num_warps']}w"
-    brief += f" x{config['splits']}" if config["splits"] > 1 else ""
-    same = {name: case[name] for name in ("backend", "config")} == case["old"]
-    return f"{brief}: kept, over CUTLASS" if same else brief
+    return brief + (f" x{config['splits']}" if config["splits"] > 1 else "")
 
 
 def _print(done: dict[str, Any], stock: bool) -> None:

@@ -791,6 +791,16 @@ def test_what_is_finished_reaches_the_table_though_its_state_is_not_saved(
     assert [row["m"] for row in shape["rows"]] == [4]
 
 
+def test_the_summary_says_who_serves_from_now_on(card, places):
+    card.bench.others_ = [CUTLASS]
+    card.bench.host_default = CUTLASS
+    for cutlass, said in ((80.0, "cutlass sglang_jit: kept, over ours"), (101.0, "kept")):
+        card.bench.cost = plant(gain=0.0, cutlass=cutlass)
+        shown = command("--shape", "4096,7168", "--m", "4096", "--fresh").stdout
+        (line,) = (line for line in shown.splitlines() if "4096,7168" in line)
+        assert line.split("  ")[-1].strip() == said, line
+
+
 def test_the_command_says_what_is_wrong(card, places, monkeypatch, tmp_path):
     card.bench.cost = lambda *_: "wrong result, not timed"
     result = command("--shape", "2112,7168", "--m", "4", code=1)
@@ -818,9 +828,9 @@ def test_a_stand_ins_table_is_marked_and_not_shared(card, places, tmp_path):
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("--budget", "soon"), ("--budget", "0s"), ("--m", "0"), ("--m", "x"), ("--dtype", "int8"),
-        ("--share", "/no/such/folder/x.json"), ("--set", "unheard"), ("--jobs", "0"),
-        ("--export-sglang", ".", "--quick"),
+        ("--budget", "soon"), ("--budget", "0s"), ("--m", "0"), ("--m", "16385"), ("--m", "x"),
+        ("--dtype", "int8"), ("--share", "/no/such/folder/x.json"), ("--set", "unheard"),
+        ("--jobs", "0"), ("--export-sglang", ".", "--quick"),
     ],
 )  # fmt: skip
 def test_usage_errors_are_2(arguments):
