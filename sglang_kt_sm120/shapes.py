@@ -1,13 +1,11 @@
-"""The block-FP8 linear layers of models: named shape sets, and the same from a config.json.
+"""The block-FP8 linear layers of models: named shape sets, and what one rank holds of them.
 
 Tensor parallelism splits N of a column-parallel layer and K of a row-parallel one.
 """
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 BLOCK = 128
 
@@ -135,65 +133,3 @@ def unique(linears: list[Linear]) -> list[Linear]:
     for linear in linears:
         seen.setdefault((linear.n, linear.k), linear)
     return list(seen.values())
-
-
-def from_model(path: str | Path) -> list[Linear]:
-    """Read a model's block-FP8 linears from its config.json.
-
-    Args:
-        path: The model's folder, or the file itself.
-
-    Raises:
-        FileNotFoundError: No config.json there.
-        ValueError: Not a block-FP8 model, or an architecture whose layers are not known here.
-    """
-    file = Path(path)
-    file = file / "config.json" if file.is_dir() else file
-    try:
-        config = json.loads(file.read_text())
-        return _layers(file, config.get("text_config", config), config.get("quantization_config"))
-    except (json.JSONDecodeError, AttributeError, TypeError) as error:
-        raise ValueError(f"{file} is no model's config.json: {error}") from None
-    except KeyError as error:
-        raise ValueError(f"{file} has no {error}, which this model's layers depend on") from None
-
-
-def _layers(file: Path, config: dict, quantization: dict | None) -> list[Linear]:
-    quant = quantization or config.get("quantization_config") or {}
-    block = quant.get("weight_block_size")
-    if block != [BLOCK, BLOCK]:
-        raise ValueError(
-            f"{file}: weight_block_size is {block}; this package serves [128, 128] block-FP8 models"
-        )
-    hidden = config["hidden_size"]
-    if "kv_lora_rank" in config:
-        if not config.get("q_lora_rank"):
-            raise ValueError(
-                f"{file}: multi-head latent attention without q_lora_rank is not known"
-            )
-        layers = mla(
-            hidden,
-            config["num_attention_heads"],
-            config["q_lora_rank"],
-            config["kv_lora_rank"],
-            config["qk_nope_head_dim"],
-            config["qk_rope_head_dim"],
-            config["v_head_dim"],
-        )
-    elif "num_key_value_heads" in config and "layer_types" not in config:
-        heads = config["num_attention_heads"]
-        head_dim = config.get("head_dim") or hidden // heads
-        layers = gqa(hidden, heads, config["num_key_value_heads"], head_dim)
-    else:
-        raise ValueError(
-            f"{file}: the layers of {config.get('model_type')!r} are not known here; "
-            "give them one by one with --shape N,K"
-        )
-    experts = config.get("n_routed_experts") or config.get("num_experts")
-    experts = experts or config.get("num_local_experts")
-    if not experts or config.get("first_k_dense_replace"):
-        layers += mlp("mlp", hidden, config["intermediate_size"])
-    if experts and config.get("n_shared_experts"):
-        width = config["n_shared_experts"] * config["moe_intermediate_size"]
-        layers += mlp("shared_experts", hidden, width)
-    return layers

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from sglang_kt_sm120.cli.output import print_error, print_failure
+from sglang_kt_sm120.cli.output import print_error, print_failure, print_note
 
 EXIT_PROBLEM, EXIT_USAGE, EXIT_NO_GPU = 1, 2, 3
 DEFAULT_SET = "deepseek-r1"
@@ -75,7 +75,7 @@ def parse_ms(text: str) -> list[int]:
 
 def linears(shape: list[str], model: str | None, shape_set: str | None, tp: int) -> list:
     """Return the layers that --shape, --model or --set name, as one of `tp` ranks holds them."""
-    from sglang_kt_sm120 import shapes
+    from sglang_kt_sm120 import models, shapes
 
     if (shape and (model or shape_set)) or (model and shape_set):
         raise typer.BadParameter("give one of --shape, --model and --set")
@@ -86,9 +86,10 @@ def linears(shape: list[str], model: str | None, shape_set: str | None, tp: int)
             )
         return [parse_shape(text) for text in shape]
     try:
-        found = (
-            shapes.from_model(model) if model else shapes.SHAPE_SETS.get(shape_set or DEFAULT_SET)
-        )
+        if model:
+            found = models.from_model(model, note=print_note)
+        else:
+            found = shapes.SHAPE_SETS.get(shape_set or DEFAULT_SET)
     except OSError as error:
         raise typer.BadParameter(f"{error}; --model takes a local folder or config.json") from None
     except ValueError as error:

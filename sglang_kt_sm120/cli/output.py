@@ -112,6 +112,11 @@ def print_error(message: str) -> None:
     err.print(f"[red]error:[/] {escape(message)}", soft_wrap=True)
 
 
+def print_note(message: str) -> None:
+    """Print to stderr what a person should know beside the result."""
+    err.print(f"[yellow]note:[/] {escape(message)}", soft_wrap=True)
+
+
 def print_failure(message: str) -> None:
     """Where the running command was given --json, print the object of its failure to stdout.
 

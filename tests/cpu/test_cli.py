@@ -49,7 +49,7 @@ def test_explain_shows_a_table():
 
 def test_explain_of_a_model_and_its_shards(tmp_path):
     config = {
-        "hidden_size": 2048, "intermediate_size": 1280, "num_attention_heads": 16,
+        "hidden_size": 2048, "num_hidden_layers": 2, "intermediate_size": 1280, "num_attention_heads": 16,
         "num_key_value_heads": 4, "head_dim": 128, "model_type": "qwen3",
         "quantization_config": {"weight_block_size": [128, 128]},
     }  # fmt: skip

@@ -44,6 +44,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "heuristic": (set(), set()),
     "limits": (set(), set()),
     "shapes": (set(), set()),
+    "models": ({"shapes"}, set()),
     "records": (set(), set()),
     "patches": (set(), set()),
     "configs": ({"env", "heuristic"}, set()),

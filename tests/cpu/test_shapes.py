@@ -6,12 +6,13 @@ import json
 
 import pytest
 
-from sglang_kt_sm120 import shapes
+from sglang_kt_sm120 import models, shapes
 
 R1 = {
     "architectures": ["DeepseekV3ForCausalLM"],
     "model_type": "deepseek_v3",
     "hidden_size": 7168,
+    "num_hidden_layers": 61,
     "intermediate_size": 18432,
     "moe_intermediate_size": 2048,
     "n_shared_experts": 1,
@@ -33,7 +34,7 @@ def write(tmp_path, **changes):
 
 
 def test_deepseek_r1_from_its_config_is_the_named_set(tmp_path):
-    assert shapes.from_model(write(tmp_path)) == shapes.SHAPE_SETS["deepseek-r1"]
+    assert models.from_model(write(tmp_path)) == shapes.SHAPE_SETS["deepseek-r1"]
 
 
 def test_deepseek_r1_has_the_reports_layer():
@@ -77,22 +78,22 @@ def test_merged_parts_are_split_each_by_itself():
 def test_other_blocks_and_unknown_layers_are_refused(tmp_path):
     other = {"quant_method": "fp8", "weight_block_size": [32, 32]}
     with pytest.raises(ValueError, match=r"\[32, 32\]"):
-        shapes.from_model(write(tmp_path, quantization_config=other))
+        models.from_model(write(tmp_path, quantization_config=other))
     with pytest.raises(ValueError, match=r"None"):
-        shapes.from_model(write(tmp_path, quantization_config=None))
+        models.from_model(write(tmp_path, quantization_config=None))
     for text, message in (("[1]", "no model's config"), ("{", "no model's config")):
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(ValueError, match=message):
-            shapes.from_model(tmp_path)
+            models.from_model(tmp_path)
     (tmp_path / "config.json").write_text(
         json.dumps({k: v for k, v in R1.items() if k != "hidden_size"})
     )
     with pytest.raises(ValueError, match="hidden_size"):
-        shapes.from_model(tmp_path)
+        models.from_model(tmp_path)
     with pytest.raises(FileNotFoundError):
-        shapes.from_model(tmp_path / "nowhere.json")
+        models.from_model(tmp_path / "nowhere.json")
     (tmp_path / "config.json").write_text(
         json.dumps({k: v for k, v in R1.items() if k != "kv_lora_rank"})
     )
-    with pytest.raises(ValueError, match=r"deepseek_v3"):
-        shapes.from_model(tmp_path)
+    with pytest.raises(ValueError, match=r"kv_lora_rank"):
+        models.from_model(tmp_path)
