@@ -20,6 +20,17 @@ HERE = Path(__file__).resolve().parent
 #: In the wheel, and in a checkout of this project.
 FOLDERS = (HERE / "patches_local", HERE.parent / "patches" / "local")
 BACKUP = ".before-sglang-kt-sm120"
+#: Names SM120 in every release that chooses for it, and in none before (all 49 were looked at).
+DISPATCH, KNOWS = "python/sglang/srt/layers/quantization/fp8_utils.py", re.compile("(?i)sm_?120")
+NOT_NEEDED = (
+    "It needs none: its own choice of FP8 kernels knows SM120, as in sglang-kt from 0.6.2 and "
+    "sglang from 0.5.10 on."
+)
+NO_PATCH = (
+    "No local patch fits, and it needs one: it is a release that has none, or was changed. Update "
+    "it (sglang-kt from 0.6.2 and sglang from 0.5.10 on need none), reinstall it if it was "
+    "changed, or leave it as it is: the plugin serves without a patch."
+)
 FIELDS = ("Target", "Base", "Files", "Why", "Verified", "Upstream", "Drop when")
 
 
@@ -71,7 +82,11 @@ class Server:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is the case in a tree: `state` is "fits", "fits roughly", "applied" or "none"."""
+    """What is the case in a tree.
+
+    `state` is "fits", "fits roughly", "applied", "not needed" (this sglang's own choice knows
+    SM120), or "none" (it does not, and no patch fits).
+    """
 
     tree: Tree
     state: str
@@ -83,10 +98,7 @@ class Plan:
         """Return what a person should read, before the diff."""
         lines = [f"sglang in {self.tree.file('python/sglang').resolve()}"]
         if self.patch is None:
-            return [
-                *lines,
-                "No local patch fits: it is a release that needs none, or it was changed.",
-            ]
+            return [*lines, NOT_NEEDED if self.state == "not needed" else NO_PATCH]
         what = {
             "fits": "fits: the file is as released",
             "fits roughly": "applies, although the file is not as released",
@@ -165,6 +177,7 @@ def plan(path: Path) -> Plan:
     tree = find(path)
     state, fitting = _match(tree, available())
     if not fitting:
+        state = "not needed" if _knows_sm120(tree) else state
         return Plan(tree, state, None, None, tuple(servers(tree)))
     record = _record(tree, fitting[0])
     # Releases that share a file share the patch; the one that is installed is the one to name.
@@ -189,6 +202,13 @@ def _match(tree: Tree, patches: list[Patch]) -> tuple[str, list[Patch]]:
         if fitting:
             return state, fitting
     return "none", []
+
+
+def _knows_sm120(tree: Tree) -> bool:
+    try:
+        return KNOWS.search(tree.file(DISPATCH).read_text(errors="replace")) is not None
+    except OSError:
+        return False
 
 
 def _hash(path: Path) -> str | None:
@@ -263,7 +283,8 @@ def apply(path: Path) -> list[str]:
     """
     now = plan(path)
     if now.patch is None:
-        raise PatchError(f"no local patch fits {now.tree.root}: there is nothing to apply")
+        why = "needs no patch" if now.state == "not needed" else "is fitted by no local patch"
+        raise PatchError(f"{now.tree.root} {why}: there is nothing to apply")
     if now.state == "applied":
         raise PatchError(f"{now.patch.name} is applied already; --revert takes it back")
     _refuse_in_use(now)

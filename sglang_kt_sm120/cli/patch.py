@@ -33,14 +33,14 @@ def patch(
         place = path or patches.installed()
         plan = patches.plan(place)
         if as_json and not (apply or revert):
-            print_json(plan.state != "none", lines=plan.lines(), state=plan.state)
+            print_json(plan.state != "none", state=plan.state, lines=plan.lines())
             raise typer.Exit(0 if plan.state != "none" else EXIT_PROBLEM)
         if not as_json:
             for line in plan.lines():
                 out.print(escape(line), soft_wrap=True)
             if plan.patch is not None and (plan.state != "applied" or revert):
                 _show(plan.patch.diff)
-            if apply and plan.state in ("applied", "none"):
+            if apply and plan.state in ("applied", "none", "not needed"):
                 back = "; --revert takes it back" if plan.state == "applied" else ""
                 raise fail(f"nothing to apply{back}", EXIT_PROBLEM)
             if revert and plan.state != "applied":

@@ -98,13 +98,29 @@ def test_a_changed_file_is_said_to_be_one(local, tmp_path):
     assert file.read_text() == RELEASED + "a line of the user's own\n"
 
 
-def test_a_tree_that_needs_none(local, tmp_path):
-    file = _tree(tmp_path / "tree", "", "quite another file\n")
+@pytest.mark.parametrize(
+    ("text", "state", "code", "said"),
+    [
+        ("if is_sm120_supported():\n", "not needed", 0, "It needs none"),
+        ("# SM_120 must skip\n", "not needed", 0, "It needs none"),
+        ("quite another file\n", "none", 1, "the plugin serves without a patch"),
+    ],
+)
+def test_a_tree_that_no_patch_fits(local, tmp_path, text, state, code, said):
+    """A release that knows SM120 needs none; any other is told what to do."""
+    file = _tree(tmp_path / "tree", "", text)
     now = patches.plan(tmp_path / "tree")
-    assert (now.state, now.patch) == ("none", None)
-    with pytest.raises(patches.PatchError, match="no local patch fits"):
+    assert (now.state, now.patch) == (state, None)
+    with pytest.raises(patches.PatchError, match="nothing to apply"):
         patches.apply(tmp_path / "tree")
-    assert file.read_text() == "quite another file\n"
+    assert file.read_text() == text
+    got, shown, _ = _run("--check", str(tmp_path / "tree"))
+    assert (got, said in shown) == (code, True)
+    got, shown, _ = _run("--check", "--json", str(tmp_path / "tree"))
+    answer = json.loads(shown)
+    assert (got, answer["ok"], answer["state"]) == (code, code == 0, state)
+    assert said in answer["lines"][-1]
+    assert _run("--apply", "--yes", str(tmp_path / "tree"))[0] == 1
 
 
 def test_revert_of_a_file_changed_since(local, tmp_path):
@@ -252,7 +268,7 @@ def test_json_says_it_whole(local, tmp_path):
     assert _run("--apply", "--yes", "--json", str(tmp_path / "tree"))[0] == 0
     code, shown, _ = _run("--apply", "--yes", "--json", str(tmp_path / "tree"))
     answer = json.loads(shown)
-    assert (code, answer["ok"]) == (1, False)
+    assert (code, answer["ok"], answer["lines"]) == (1, False, [])
     assert (
         answer["error"]
         == "sglang-kt-0.0.2/0001-fix.patch is applied already; --revert takes it back"
