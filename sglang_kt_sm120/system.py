@@ -128,13 +128,11 @@ def ptxas(arch: str = "sm_120a") -> dict[str, Any]:
     import triton
 
     folder = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-    # Triton >= 3.6 brings a second one for Blackwell and newer.
-    candidates = [
-        os.environ.get("TRITON_PTXAS_BLACKWELL_PATH"),
-        os.environ.get("TRITON_PTXAS_PATH"),
-        *(str(folder / name) for name in ("ptxas-blackwell", "ptxas")),
-    ]
-    path = next((c for c in candidates if c and Path(c).is_file()), None)
+    # Triton >= 3.6 brings a second one for Blackwell and newer, with a variable of its own.
+    second = (folder / "ptxas-blackwell").is_file()
+    variable = "TRITON_PTXAS_BLACKWELL_PATH" if second else "TRITON_PTXAS_PATH"
+    own = str(folder / ("ptxas-blackwell" if second else "ptxas"))
+    path = next((c for c in (os.environ.get(variable), own) if c and Path(c).is_file()), None)
     if path is None:
         return {"ok": False, "path": None, "message": "Triton has no ptxas here"}
     with tempfile.TemporaryDirectory() as scratch:

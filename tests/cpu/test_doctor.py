@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -224,3 +225,27 @@ def test_this_machine_is_reported_whatever_it_lacks():
 
 def test_a_probe_that_fails_becomes_a_value():
     assert system.guarded(lambda: 1 / 0) == {"error": "ZeroDivisionError: division by zero"}
+
+
+BOTH = """
+from sglang_kt_sm120 import system
+from sglang_kt_sm120.aot import compiling
+print(system.ptxas()["ok"], compiling.assembler_knows("sm_120a"))
+"""
+
+
+@pytest.mark.parametrize("variable", ["TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH"])
+def test_the_ptxas_that_is_asked_is_the_one_that_triton_takes(variable, tmp_path):
+    """From 3.6 on Triton has a second one for these cards, with a variable of its own."""
+    refuses = tmp_path / "ptxas"
+    text = "ptxas fatal   : Value 'sm_120a' is not defined for option 'gpu-name'"
+    refuses.write_text(f'#!/bin/sh\n[ "$1" = --version ] && echo "release 12.8, V12.8.93" && exit\n'
+                       f'echo "{text}" >&2\nexit 1\n')  # fmt: skip
+    refuses.chmod(0o755)
+    environ = {k: v for k, v in os.environ.items() if not k.startswith("TRITON_PTXAS")}
+    environ[variable] = str(refuses)
+    result = subprocess.run(
+        [sys.executable, "-c", BOTH], env=environ, capture_output=True, text=True, check=True
+    )
+    doctors, tritons = result.stdout.split()
+    assert doctors == tritons
