@@ -45,6 +45,19 @@ def check_weight(weight: torch.Tensor, scale: torch.Tensor) -> None:
 
 
 def check(x, x_scale, weight, weight_scale, out_dtype) -> None:
+    """Raise unless these operands make one product; what both ops and their fakes ask.
+
+    Args:
+        x: bf16 or fp16 `[M, K]`, or e4m3 where `x_scale` is given.
+        x_scale: None, or fp32 `[M, K/128]`.
+        weight: e4m3 `[N, K]`, K a multiple of 128.
+        weight_scale: fp32 `[ceil(N/128), K/128]`.
+        out_dtype: bf16 or fp16; x's own where `x_scale` is None.
+
+    Raises:
+        TypeError: A dtype that is not served.
+        ValueError: Devices, dimensions or sizes that do not fit; the message holds the shapes.
+    """
     check_weight(weight, weight_scale)
     n, k = weight.shape
     require(
