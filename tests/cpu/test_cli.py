@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from sglang_kt_sm120 import cli, devices, env, limits, select
+from sglang_kt_sm120 import cli, devices, env
 
 RTX = "NVIDIA RTX PRO 6000 Blackwell Server Edition"
 runner = CliRunner()
@@ -23,85 +24,30 @@ def run(*arguments: str, code: int = 0):
     return result
 
 
-def test_explain_answers_without_a_gpu_and_from_the_object_that_routes():
-    result = run("explain", "--shape", "2112,7168", "--m", "1,16,4096", "--gpu", RTX, "--json")
-    answer = json.loads(result.stdout)
-    assert (answer["schema"], answer["ok"]) == (1, True)
-    assert [row["m"] for row in answer["rows"]] == [1, 16, 4096]
-    for row in answer["rows"]:
-        choice = select.choose(
-            select.Problem(select.bucket(row["m"]), 2112, 7168), devices.describe(RTX)
-        )
-        assert (row["n"], row["k"]) == (2112, 7168)
-        assert row["backend"] == choice.backend == "triton"
-        assert row["config"]["kernel"] == choice.config.kernel
-        assert row["source"] == choice.evidence
-        assert row["reason"] == choice.reason
-        assert row["rejected"].keys() | {"triton"} == set(select.BACKENDS)
-        assert "no kernel for compute capability 120" in row["rejected"]["flashinfer_trtllm"]
+@pytest.mark.parametrize("spelling", ["bf16", "bfloat16", "BF16", "fp16", "float16"])
+def test_dtypes_are_spelled_alike_everywhere(spelling, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    run("explain", "--shape", "2112,7168", "--gpu", RTX, "--m", "1", "--dtype", spelling)
+    run("tune", "--dtype", spelling, code=3)
+    for command in (("warm", "--gpu", RTX), ("aot",)):  # further than the dtype, and no further
+        run(*command, "--dtype", spelling, "--tp", "0", code=2)
+        assert "float32" in run(*command, "--dtype", "float32", code=2).stderr
 
 
-def test_explain_shows_a_table():
-    text = run("explain", "--set", "deepseek-r1", "--m", "1", "--gpu", RTX).stdout
-    for word in ("fused_qkv_a_proj_with_mqa", "2112,7168", "triton", "flashinfer_trtllm"):
-        assert word in text
-
-
-def test_explain_of_a_model_and_its_shards(tmp_path):
-    config = {
-        "hidden_size": 2048, "num_hidden_layers": 2, "intermediate_size": 1280, "num_attention_heads": 16,
-        "num_key_value_heads": 4, "head_dim": 128, "model_type": "qwen3",
-        "quantization_config": {"weight_block_size": [128, 128]},
-    }  # fmt: skip
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    arguments = ("explain", "--model", str(tmp_path), "--gpu", RTX, "--m", "1", "--json")
-    assert len(json.loads(run(*arguments, "--tp", "2").stdout)["rows"]) == 4
-    refused = run(*arguments, "--tp", "4", code=1).stderr
-    for word in ("320", "no multiple of the 128", "1, 2"):
-        assert word in " ".join(refused.split())
-
-
-def test_assuming_the_hosts_cutlass():
-    arguments = ("explain", "--shape", "4096,7168", "--m", "64,65", "--gpu", RTX, "--json")
-    rows = json.loads(run(*arguments, "--host-cutlass").stdout)["rows"]
-    assert [row["backend"] for row in rows] == ["triton", "cutlass"]
-    assert rows[1]["config"] == {"kernel": "sglang_jit"}
-
-
-def test_explain_prints_the_recorded_limits_and_what_is_never_taken():
-    arguments = ("explain", "--shape", "4096,7168", "--m", "128", "--gpu", RTX)
-    text = " ".join(run(*arguments).stdout.split())
-    for kernel in limits.KERNELS:
-        assert f"{kernel.name}: not probed (tile" in text
-        assert kernel.odd_rows in text
-    for name, why in limits.REJECTED.items():
-        assert f"{name}: {why}" in text
-    assert json.loads(run(*arguments, "--json").stdout)["never"] == limits.REJECTED
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("--shape", "2112"),
-        ("--shape", "2112,7100"),
-        ("--shape", "a,b"),
-        ("--m", "1,x"),
-        ("--m", "-1"),
-        ("--gpu", "NVIDIA Unheard Of"),
-        ("--dtype", "float32"),
-        ("--set", "no-such-model"),
-        ("--model", "/no/such/folder"),
-        ("--tp", "0"),
-        ("--shape", "128,128", "--set", "kimi-k2"),
-    ],
-)
-def test_usage_errors_are_2(arguments):
-    given = arguments if "--gpu" in arguments else (*arguments, "--gpu", RTX)
-    run("explain", *given, code=2)
-
-
-def test_explain_without_a_gpu_needs_a_name():
-    assert "--gpu" in run("explain", code=3).stderr
+def test_env_marks_what_is_not_understood(monkeypatch):
+    monkeypatch.setenv(env.BACKEND.name, "fastest")
+    monkeypatch.setenv("SGLANG_KT_SM120_ENABEL", "0")
+    answer = json.loads(run("env", "--json", code=1).stdout)
+    assert answer["ok"] is False
+    wrong = {row["name"]: row["wrong"] for row in answer["variables"] if row["wrong"]}
+    assert wrong.keys() == {env.BACKEND.name, "SGLANG_KT_SM120_ENABEL"}
+    assert "auto, triton, cutlass, reference" in wrong[env.BACKEND.name]
+    assert env.ENABLE.name in wrong["SGLANG_KT_SM120_ENABEL"]
+    result = run("env", code=1)
+    assert "fastest" in result.stdout
+    assert "did you mean" in result.stdout
+    page = Path(__file__).parents[2] / "docs" / "environment.md"
+    assert run("env", "--markdown").stdout == page.read_text()
 
 
 def test_env_lists_every_variable(monkeypatch):
@@ -149,8 +95,10 @@ def test_aot_fails_where_a_gate_fails(monkeypatch):
     from sglang_kt_sm120.aot import gates
 
     monkeypatch.setattr(gates, "SHARED_LIMIT", 1024)
-    result = run("aot", "--shape", "512,256", "--arch", "sm_120a", "--json", code=1)
+    arguments = ("--shape", "512,256", "--arch", "sm_120a", "--dtype", "float16", "--json")
+    result = run("aot", *arguments, code=1)
     kernels = json.loads(result.stdout)["kernels"]
+    assert {kernel["dtype"] for kernel in kernels} == {"fp16"}
     assert any("> 1024" in text for kernel in kernels for text in kernel["failures"])
 
 
@@ -165,6 +113,64 @@ def test_a_missing_library_is_named(monkeypatch):
     answer = json.loads(run("aot", "--json", code=1).stdout)
     assert answer["ok"] is False
     assert "torch and triton" in answer["error"]
+
+
+@pytest.fixture
+def lacks(monkeypatch):
+    """Return a function that makes libraries missing."""
+
+    def function(*names: str) -> None:
+        find = importlib.util.find_spec
+        monkeypatch.setattr(
+            "importlib.util.find_spec",
+            lambda name, *rest: None if name in names else find(name, *rest),
+        )
+        for name in names:
+            monkeypatch.setitem(sys.modules, name, None)
+
+    return function
+
+
+@pytest.mark.parametrize(
+    ("cuda", "advice", "never"),
+    [(None, "pip install triton", "reinstall"), ("12.8", "reinstall torch", "pip install triton")],
+)
+def test_a_missing_triton_is_asked_for_as_torch_is_built(cuda, advice, never, lacks, monkeypatch):
+    lacks("triton")
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    for arguments in (("aot",), ("warm", "--gpu", RTX)):
+        said = run(*arguments, code=1).stderr
+        assert advice in said
+        assert never not in said
+
+
+def test_without_a_cuda_device_nothing_asks_for_triton(lacks, monkeypatch):
+    lacks("triton")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for command in ("graphs", "bench", "tune"):
+        said = run(command, code=3).stderr
+        assert "needs a CUDA device" in said
+        assert "triton" not in said
+
+
+def test_a_missing_matplotlib_is_asked_for_by_name(lacks, tmp_path):
+    lacks("matplotlib")
+    said = run("bench", "--plot", str(tmp_path / "x.png"), code=1).stderr
+    assert "pip install matplotlib" in said
+    assert "torch" not in said
+
+
+def test_earlier_results_are_shown_without_triton_and_torch(tmp_path):
+    rows = [record.as_dict() for record in records(7.0)]
+    file = tmp_path / "earlier.json"
+    file.write_text(json.dumps({"records": rows}))
+    code = (
+        "import sys; sys.modules['triton'] = sys.modules['torch'] = None\n"
+        f"from sglang_kt_sm120 import cli; cli.app(['bench', '--from', {str(file)!r}])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert "35.00" in result.stdout
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="shows what happens without a CUDA device")

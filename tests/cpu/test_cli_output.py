@@ -1,0 +1,119 @@
+"""What the commands print: tables that lose nothing, JSON objects also of what failed."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from rich.markup import escape
+from typer.testing import CliRunner
+
+from sglang_kt_sm120 import cli, env
+
+RTX = "NVIDIA RTX PRO 6000 Blackwell Server Edition"
+runner = CliRunner()
+
+
+def run(*arguments: str, code: int = 0):
+    result = runner.invoke(cli.app, list(arguments))
+    assert result.exit_code == code, result.output
+    return result
+
+
+@pytest.mark.parametrize("columns", [None, 40, 60, 80, 120])
+@pytest.mark.parametrize("command", ["explain", "env"])
+def test_tables_lose_nothing(command, columns, monkeypatch):
+    """Not in a narrow terminal, and not in a pipe: every word of every cell is there, unbroken."""
+    if columns:
+        monkeypatch.setenv("COLUMNS", str(columns))
+    else:
+        monkeypatch.delenv("COLUMNS", raising=False)
+    if command == "env":
+        text = run("env").stdout
+        cells = [cell for v in env.VARIABLES for cell in (v.name, v.default, v.help, v.allowed)]
+    else:
+        arguments = ("explain", "--gpu", RTX, "--m", "1,512")
+        text = run(*arguments).stdout
+        rows = json.loads(run(*arguments, "--json").stdout)["rows"]
+        cells = [
+            text
+            for row in rows
+            for text in (
+                row["name"], f"{row['n']},{row['k']}", row["backend"],
+                *(f"{key}={row['config'][key]}" for key in ("kernel", "block_n", "num_warps")),
+            )
+        ]  # fmt: skip
+    words = {word for cell in cells for word in cell.split()}
+    lost = [word for word in words if word not in text]
+    assert not lost
+
+
+@pytest.mark.parametrize("columns", [20, 60, 80, 200])
+def test_a_table_of_long_cells(columns, monkeypatch, capsys):
+    """Every shape of table that the commands print, at any width, keeps every word whole."""
+    from sglang_kt_sm120.cli import output
+
+    monkeypatch.setenv("COLUMNS", str(columns))
+    shown = output.table("kernel", "M", "notes", title="title", whole=("kernel", "M"))
+    names = [f"direct[8x128x{i}, a-very-long-name-of-a-kernel-{i:020}]" for i in range(3)]
+    for index, name in enumerate(names):
+        shown.add_row(escape(name), str(index), f"word{index} " * 30 + f"end-of-{index}")
+    shown.show()
+    text = capsys.readouterr().out
+    assert all(name in text for name in names)
+    assert all(f"end-of-{index}" in text for index in range(3))
+    assert text.count("word1") == 30
+
+
+def test_what_aot_and_graphs_print_is_whole_at_60_columns(monkeypatch, capsys):
+    from sglang_kt_sm120 import graphs
+    from sglang_kt_sm120.cli import kernels as commands
+
+    monkeypatch.setenv("COLUMNS", "60")
+    arguments = ("aot", "--shape", "256,256", "--arch", "sm_120a", "--dtype", "bfloat16")
+    kernels = json.loads(run(*arguments, "--json").stdout)["kernels"]
+    assert {kernel["dtype"] for kernel in kernels} == {"bf16"}
+    commands._print_aot(kernels, [])
+    text = capsys.readouterr().out
+    for kernel in kernels:
+        assert kernel["name"] in text
+        assert all(f"{count} {name}" in text for name, count in kernel["mma"].items())
+
+    row = graphs.Row(256, 1234567, 1234.5, 7654.3, 98765.4, True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: RTX)
+    monkeypatch.setattr(graphs, "check", lambda *_: [row])
+    text = run("graphs", "--bs", "256").stdout
+    for word in ("256", "1234567", "1234.5", "7654.3", "98765.4", RTX):
+        assert word in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "key"),
+    [
+        (("explain", "--m", "x", "--gpu", RTX), 2, "rows"),
+        (("explain", "--no-such-option"), 2, "rows"),
+        (("explain", "--tp", "0"), 2, "rows"),
+        (("graphs", "--bs", "0"), 2, "rows"),
+        (("bench", "--m", "x"), 2, "records"),
+        (("bench",), 3, "records"),
+        (("tune", "--budget", "soon"), 2, "cases"),
+        (("tune",), 3, "cases"),
+        (("aot", "--arch", "sm_90a"), 2, "kernels"),
+        (("warm", "--gpu", "NVIDIA Unheard Of"), 2, "kernels"),
+        (("patch", "/no/such/place"), 1, "lines"),
+        (("patch", "--check", "--apply"), 2, "lines"),
+        (("env", "--no-such-option"), 2, "variables"),
+        (("doctor", "surplus"), 2, "checks"),
+    ],
+)
+def test_a_failure_under_json_is_an_object_with_the_list_of_success(
+    arguments, code, key, monkeypatch
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    answer = json.loads(run(*arguments, "--json", code=code).stdout)
+    assert answer.pop("error")
+    assert answer == {"schema": 1, "ok": False, key: []}
+    assert "{" not in run(*arguments, code=code).stdout
