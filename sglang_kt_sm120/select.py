@@ -158,7 +158,7 @@ def choose(
         and problem.m > DECODE_M
     ):
         winner, evidence = "cutlass", "host default"
-        reason = "M > 64, N and K multiples of 128: the host's own default, once proven on the layer"
+        reason = "M > 64, N and K multiples of 128: the host's own default, once proven there"
     elif reasons["triton"] is None:
         winner, evidence = "triton", "heuristic"
         reason = _triton_reason(problem)
