@@ -122,7 +122,12 @@ def _triton(facts: dict[str, Any]) -> Iterator[Row]:
     # GB10 needs an assembler for 12.1; Triton 3.4 and 3.5 bring none.
     arch = "sm_121a" if "12.1" in seen else "sm_120a"
     ptxas = facts["ptxas"][arch]
-    if "error" in ptxas:
+    if "error" in ptxas and not facts["torch"].get("cuda") and "error" not in facts["torch"]:
+        yield Row(
+            "Triton", WARN, ptxas["error"],
+            "pip install triton, for aot and warm: only torch's CUDA builds bring it",
+        )  # fmt: skip
+    elif "error" in ptxas:
         yield Row(
             "Triton", FAIL, ptxas["error"], "Triton comes with torch's CUDA builds: reinstall torch"
         )
@@ -206,9 +211,8 @@ def _seam(seam: dict[str, Any]) -> Iterator[Row]:
 
 
 def _variables() -> Iterator[Row]:
-    for name, wrong in env.misread().items():
-        what, _, fix = wrong.partition("; ")
-        yield Row(name, FAIL, what, fix or "unset it; `sglang-kt-sm120 env` lists them all")
+    for name, (what, fix) in env.misread().items():
+        yield Row(name, FAIL, what, fix)
     if env.TEST_CAPABILITY.get():
         yield Row(
             env.TEST_CAPABILITY.name, WARN, os.environ[env.TEST_CAPABILITY.name],

@@ -158,8 +158,8 @@ VARIABLES = (
 )  # fmt: skip
 
 
-def misread() -> dict[str, str]:
-    """Return what is wrong with the variables that are set: name -> what to do about it.
+def misread() -> dict[str, tuple[str, str]]:
+    """Return what is wrong with the variables that are set: name -> (what, what to do).
 
     A value that is not understood (serving then takes the default), and a name of our prefix that
     is no variable of ours.
@@ -169,11 +169,13 @@ def misread() -> dict[str, str]:
     for name in sorted(name for name in os.environ if name.startswith(PREFIX)):
         text = os.environ[name].strip()
         if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            wrong[name] = f"no such variable{f'; did you mean {near[0]}?' if near else ''}"
+            endings = [known_name.removeprefix(PREFIX) for known_name in known]
+            near = difflib.get_close_matches(name.removeprefix(PREFIX), endings, 1)
+            fix = f"did you mean {PREFIX}{near[0]}?" if near else "unset it"
+            wrong[name] = "no such variable", fix
         elif text:
             try:
                 known[name].parse(text)
             except ValueError:
-                wrong[name] = f"{text!r} is not understood; allowed: {known[name].allowed}"
+                wrong[name] = f"{text!r} is not understood", f"allowed: {known[name].allowed}"
     return wrong

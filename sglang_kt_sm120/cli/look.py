@@ -53,7 +53,7 @@ def env_command(
     """List every environment variable with its value, default and meaning."""
     import os
 
-    wrong = env.misread()
+    wrong = {name: "; ".join(said) for name, said in env.misread().items()}
     rows = [
         {
             "name": v.name,
@@ -81,7 +81,7 @@ def env_command(
     for row in rows:
         meaning = f"{row['help']} ({row['allowed']})" if row["help"] else ""
         if row["wrong"]:
-            meaning = f"[red]{escape(row['wrong'])}.[/] {escape(meaning)}"
+            meaning = f"[red]{escape(row['wrong'])}[/] {escape(meaning)}"
         else:
             meaning = escape(meaning)
         shown.add_row(row["name"], escape(row["value"] or ""), row["default"] or "", meaning)

@@ -98,6 +98,19 @@ def test_no_gpu_is_3_unless_something_is_broken():
     assert doctor.exit_code(judge(**NO_GPU, **NO_HOST)) == 3
 
 
+def test_a_cpu_build_of_torch_brings_no_triton():
+    """That is no fault of the machine: what lacks is the GPU."""
+    torch = {"version": "2.13.0+cpu", "cuda": None, "arch_list": [], "devices": []}
+    lacking = {"sm_120a": {"error": "ModuleNotFoundError: triton"}}
+    rows = judge(torch=torch, ptxas=lacking)
+    (triton,) = [row for row in rows if row.check == "Triton"]
+    assert triton.fix.startswith("pip install triton")
+    assert doctor.exit_code(rows) == 3
+    assert doctor.verdict(rows) == "not ready: no GPU here"
+    (triton,) = [row for row in judge(ptxas=lacking) if row.check == "Triton"]
+    assert triton.fix == "Triton comes with torch's CUDA builds: reinstall torch"
+
+
 @pytest.mark.parametrize(
     ("changes", "variables", "said"),
     [

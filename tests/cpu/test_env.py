@@ -66,3 +66,18 @@ def test_no_variable_is_read_elsewhere():
         assert names <= known, file
         reads = re.findall(r"environ(?:\.get\(|\[)['\"]SGLANG_KT_SM120", file.read_text())
         assert not reads or file.name == "_startup.py", file
+
+
+def test_what_is_misread_is_named(monkeypatch):
+    for variable in env.VARIABLES:
+        monkeypatch.delenv(variable.name, raising=False)
+    assert env.misread() == {}
+    monkeypatch.setenv(env.BACKEND.name, "a; b")
+    monkeypatch.setenv(f"{env.PREFIX}ENABEL", "0")
+    monkeypatch.setenv(f"{env.PREFIX}XYZ", "1")
+    monkeypatch.setenv(env.STRICT.name, "")
+    assert env.misread() == {
+        env.BACKEND.name: ("'a; b' is not understood", f"allowed: {env.BACKEND.allowed}"),
+        f"{env.PREFIX}ENABEL": ("no such variable", f"did you mean {env.ENABLE.name}?"),
+        f"{env.PREFIX}XYZ": ("no such variable", "unset it"),
+    }
