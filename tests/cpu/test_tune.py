@@ -732,7 +732,7 @@ def card(monkeypatch):
 
 
 def command(*arguments: str, code: int = 0):
-    result = runner.invoke(cli.app, ["tune", *arguments], terminal_width=160)
+    result = runner.invoke(cli.app, ["tune", *arguments], env={"COLUMNS": "160"})
     assert result.exit_code == code, result.output
     return result
 
