@@ -130,8 +130,8 @@ def as_this_triton_can(device: select.Device) -> select.Device:
     """Return `device` with what the installed Triton's compiler can do for it; a line where less.
 
     Older ones refuse 8-token tiles (3.4) and lower `tl.dot_scaled`, or FP8 altogether, to f16
-    without a word; asked by compiling, not by version. No Triton, or one that cannot compile for
-    the device at all, leaves it as it is: the first launch tells.
+    without a word; asked by compiling, not by version. Where it cannot be asked, or cannot compile
+    for the device at all, prefill is left with plain FP8; the first launch tells the rest.
     """
     try:
         from sglang_kt_sm120.aot import compiling
