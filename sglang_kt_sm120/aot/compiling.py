@@ -7,7 +7,9 @@ inside a server.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import io
 import re
 import subprocess
 import tempfile
@@ -155,7 +157,9 @@ def features(arch: str) -> Features:
 
 def _tried(question, otherwise):
     try:
-        return question()
+        # Triton prints a kernel that its assembler refuses: no finding for a server's log.
+        with contextlib.redirect_stdout(io.StringIO()):
+            return question()
     except Exception:  # however a compiler says no: there are as many ways as versions
         return otherwise
 

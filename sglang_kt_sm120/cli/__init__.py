@@ -16,7 +16,7 @@ from sglang_kt_sm120 import __version__
 from sglang_kt_sm120.cli import kernels, look
 from sglang_kt_sm120.cli.explain import explain
 from sglang_kt_sm120.cli.measure import bench
-from sglang_kt_sm120.cli.output import Commands
+from sglang_kt_sm120.cli.output import Command, Commands
 from sglang_kt_sm120.cli.patch import patch
 from sglang_kt_sm120.cli.tune import tune
 
@@ -30,8 +30,8 @@ app = typer.Typer(
 for command in (
     look.doctor, explain, kernels.graphs, bench, tune, kernels.aot, kernels.warm, patch,
 ):  # fmt: skip
-    app.command()(command)
-app.command("env")(look.env_command)
+    app.command(cls=Command)(command)
+app.command("env", cls=Command)(look.env_command)
 
 
 def main() -> None:

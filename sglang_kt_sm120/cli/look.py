@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Annotated
 
 import typer
@@ -93,8 +94,9 @@ def env_command(
 
 def _print_page(rows: list[dict]) -> None:
     """Print docs/environment.md."""
-    typer.echo("# Environment variables\n\nMade by `make docs` from `sglang_kt_sm120/env.py`.\n")
-    typer.echo("| variable | default | allowed | meaning |\n|---|---|---|---|")
+    write = functools.partial(typer.echo, file=out.file)
+    write("# Environment variables\n\nMade by `make docs` from `sglang_kt_sm120/env.py`.\n")
+    write("| variable | default | allowed | meaning |\n|---|---|---|---|")
     for row in rows:
         default = f"`{row['default']}`" if row["default"] else "empty"
-        typer.echo(f"| `{row['name']}` | {default} | {row['allowed']} | {row['help']} |")
+        write(f"| `{row['name']}` | {default} | {row['allowed']} | {row['help']} |")

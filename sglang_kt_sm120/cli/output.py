@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 import typer
@@ -12,7 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 SCHEMA = 1
 GAP = 2  # blanks between columns
@@ -81,7 +84,7 @@ class Grid:
             made.add_column(column, overflow="fold", width=width)
         for row in self.rows:
             made.add_row(*row)
-        Console(width=room).print(made)
+        Console(width=room, file=out.file).print(made)
 
     def _show_blocks(self) -> None:
         for row in self.rows:
@@ -104,7 +107,7 @@ def table(*columns: str, title: str = "", whole: tuple[str, ...] = ()) -> Grid:
 
 def print_json(ok: bool, **lists: Any) -> None:
     """Print the stable form of every command: one object with schema, ok and a list."""
-    typer.echo(json.dumps({"schema": SCHEMA, "ok": ok, **lists}, indent=1))
+    typer.echo(json.dumps({"schema": SCHEMA, "ok": ok, **lists}, indent=1), file=out.file)
 
 
 def print_error(message: str) -> None:
@@ -124,6 +127,30 @@ def print_failure(message: str) -> None:
     """
     if "--json" in _running:
         print_json(False, error=message, **{LISTS.get(_running[0], "rows"): []})
+
+
+@contextlib.contextmanager
+def only_ours_on_stdout() -> Iterator[None]:
+    """Keep stdout for `out` and `print_json`: what others print goes to stderr.
+
+    Triton prints a whole kernel where its assembler refuses one, and hosts print when imported.
+    """
+    stdout = out.file
+    out.file = stdout
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        out.file = None  # follow sys.stdout again
+
+
+class Command(TyperCommand):
+    """A command whose stdout is its own."""
+
+    def invoke(self, ctx):
+        """Run it."""
+        with only_ours_on_stdout():
+            return super().invoke(ctx)
 
 
 _running: list[str] = []  # the words of the running command, its name first

@@ -10,6 +10,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterable
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -25,8 +26,13 @@ def default_jobs() -> int:
     return max(1, min(MAX_JOBS, (os.cpu_count() or 1) // 2))
 
 
-def _ignore_interrupts() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the tuner, which ends the pool
+def _be_quiet() -> None:
+    """Leave Ctrl-C to the tuner, which ends the pool, and stdout to its result.
+
+    Triton prints a whole kernel there where its assembler refuses one.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (as long as the process)
 
 
 def compile_one(
@@ -106,7 +112,7 @@ class Compilers:
 
     def _processes(self) -> ProcessPoolExecutor:
         return ProcessPoolExecutor(
-            self.jobs, multiprocessing.get_context("spawn"), _ignore_interrupts
+            self.jobs, multiprocessing.get_context("spawn"), _be_quiet
         )
 
     def ask(self, variants: Iterable[heuristic.Config], n: int) -> None:

@@ -9,7 +9,8 @@ import torch
 from rich.markup import escape
 from typer.testing import CliRunner
 
-from sglang_kt_sm120 import cli, env
+from sglang_kt_sm120 import cli, devices, env
+from sglang_kt_sm120.aot import compiling
 
 RTX = "NVIDIA RTX PRO 6000 Blackwell Server Edition"
 runner = CliRunner()
@@ -117,3 +118,26 @@ def test_a_failure_under_json_is_an_object_with_the_list_of_success(
     assert answer.pop("error")
     assert answer == {"schema": 1, "ok": False, key: []}
     assert "{" not in run(*arguments, code=code).stdout
+
+
+def test_what_a_library_prints_is_not_in_the_json(monkeypatch):
+    """Triton prints a whole kernel to stdout where its assembler refuses it."""
+    real = devices.describe
+
+    def noisy(*arguments, **facts):
+        print("Internal Triton PTX codegen error")
+        return real(*arguments, **facts)
+
+    monkeypatch.setattr(devices, "describe", noisy)
+    result = run("explain", "--set", "deepseek-r1", "--gpu", "RTX 5090", "--json")
+    assert json.loads(result.stdout)["ok"]
+    assert "Internal Triton" in result.stderr
+
+
+def test_asking_the_compiler_prints_nothing(capfd):
+    def refused():
+        print("Internal Triton PTX codegen error")
+        raise RuntimeError
+
+    assert compiling._tried(refused, 16) == 16
+    assert capfd.readouterr().out == ""
