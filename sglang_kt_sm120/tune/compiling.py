@@ -111,9 +111,7 @@ class Compilers:
         self._known: dict[tuple[heuristic.Config, bool], heuristic.Resources | str] = {}
 
     def _processes(self) -> ProcessPoolExecutor:
-        return ProcessPoolExecutor(
-            self.jobs, multiprocessing.get_context("spawn"), _be_quiet
-        )
+        return ProcessPoolExecutor(self.jobs, multiprocessing.get_context("spawn"), _be_quiet)
 
     def ask(self, variants: Iterable[heuristic.Config], n: int) -> None:
         """Start compiling what was not asked for before."""

@@ -4,7 +4,7 @@ It knows no GPU: `Bench` times and checks, `Builds` compiles, both given. For ea
 
 1. coarse: many configurations in small batches, each beside what serves today (the *old* one), a
    few rounds each; what spills, needs too much or is wrong is never timed;
-2. near: one step around the best three, twice;
+2. near: one step around the best three, up to four times;
 3. fine: the best few and the old one, more rounds;
 4. confirm: the winner against the old one on fresh data, most rounds. Less than `MIN_GAIN` faster,
    and the old one stays.
@@ -32,7 +32,7 @@ from sglang_kt_sm120.tune import space
 MIN_GAIN = 0.02  # of the old time; timings of one configuration move by 1 % within a run
 BATCH = 12  # contenders timed in turn, beside the old one
 FINALISTS = 4
-NEAR_ROUNDS = 2
+NEAR_ROUNDS = 4
 COARSE = {"rounds": 3, "graph_us": 500.0}
 FINE = {"rounds": 5, "graph_us": 1500.0}
 CONFIRM = {"rounds": 15, "graph_us": 2000.0}
