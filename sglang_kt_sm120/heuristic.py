@@ -58,12 +58,12 @@ class Resources:
 
 
 # Decode variants. Names are for this file and the documents only.
-WIDE8 = Config("direct", 8, 128, num_warps=8, unroll=2, fused=True, chunk=6)
-NARROW8 = Config("direct", 8, 128, num_warps=8, unroll=4, registers=128, fused=True)
-SHORT8 = Config("direct", 8, 64, num_warps=2, unroll=4, fused=True, chunk=16)
+WIDE8 = Config("direct", 8, 128, num_warps=8, fused=True, chunk=16)
+NARROW8 = Config("direct", 8, 128, num_warps=8, unroll=4, registers=128, fused=True, chunk=16)
+SHORT8 = Config("direct", 8, 64, num_warps=4, unroll=2, registers=128, fused=True, chunk=16)
 NARROW16 = Config("direct", 16, 64, num_warps=4, unroll=2, registers=128, fused=True)
 FUSED16 = Config("pipelined", 16, 128, num_warps=4, num_stages=3, fused=True, chunk=4)
-WIDE16 = Config("pipelined", 16, 128, num_warps=4, num_stages=3, prefetch=1)
+ROWS16 = Config("pipelined", 16, 64, num_warps=4, num_stages=3, swap=False, prefetch=1, chunk=4)
 ROWS32 = Config("pipelined", 32, 64, num_warps=4, num_stages=3, chunk=4)
 ROWS64 = Config("pipelined", 64, 64, num_warps=4, num_stages=3, swap=False, chunk=4)
 
@@ -80,12 +80,12 @@ FIXED_PROGRAMS = 512  # programs aimed at, whatever the device: two on each SM o
 
 # From ahead-of-time compilation for sm_120a (Triton 3.6.0 and its ptxas), bf16, dependent launch.
 RESOURCES = {
-    WIDE8: Resources(80, 4096),
+    WIDE8: Resources(61, 4096),
     NARROW8: Resources(128, 4096),
-    SHORT8: Resources(251, 2048),
+    SHORT8: Resources(101, 2048),
     NARROW16: Resources(126, 4096),
     FUSED16: Resources(126, 43008),
-    WIDE16: Resources(128, 36864),
+    ROWS16: Resources(64, 20480),
     ROWS32: Resources(96, 24576),
     ROWS64: Resources(166, 32768),
 }
@@ -140,35 +140,58 @@ def config_for(problem, device) -> Config:
     raise AssertionError("unreachable")
 
 
-def _split(variant: Config, problem, device, per_sm: float) -> Config:
+def _split(variant: Config, problem, device, per_sm: float = 64) -> Config:
     """`variant` split over `per_sm` programs an SM, or over all it holds if that is fewer."""
+    return _filled(variant, problem, device, per_sm)[0]
+
+
+def _filled(variant: Config, problem, device, per_sm: float = 64) -> tuple[Config, float]:
+    """`_split`, and the share of those programs that it uses."""
     programs = device.sm_count * min(per_sm, programs_per_sm(variant, device))
-    return one_wave(variant, problem.n, problem.k, int(programs))[0]
+    return one_wave(variant, problem.n, problem.k, int(programs))
 
 
 def _up_to_8(problem, device) -> Config:
-    """Few programs that request much for small layers, more of them for large ones."""
+    """Four K blocks at once for small layers; one, in more programs, for large ones."""
     if getattr(device, "tokens", 8) > 8:  # this Triton has no product with 8 tokens
         return _up_to_16(problem, device)
     if problem.prequantised:
-        return _split(WIDE16, problem, device, 2.5)
-    if problem.n * problem.k > 50_000_000:
-        programs = device.sm_count * programs_per_sm(WIDE8, device)
-        config = one_wave(WIDE8, problem.n, problem.k, programs)[0]
-        if config.splits > 1:
+        return _split(ROWS16, problem, device)
+    weight = problem.n * problem.k
+    if weight > 50_000_000:
+        return _even_waves(WIDE8, problem, device)
+    wide, filled = _filled(WIDE8, problem, device)
+    narrow, short = (_split(variant, problem, device) for variant in (NARROW8, SHORT8))
+    steps = -(-problem.k // GROUP)
+    longest = NARROW8.unroll * -(-steps // (NARROW8.unroll * narrow.splits))
+    if filled >= 0.8 and (weight > 25_000_000 or longest * narrow.splits > 1.2 * steps):
+        return wide  # also where steps of four would leave some programs with less to do
+    if steps < NARROW8.unroll:
+        return short  # four at once are more than there are
+    if narrow.splits > 1:
+        return short if short.splits >= 2 * narrow.splits else narrow
+    full = -(-problem.n // SHORT8.block_n) >= 0.8 * device.sm_count * programs_per_sm(
+        SHORT8, device
+    )
+    # One step is the whole of K: two in smaller programs overlap, if there are enough of them.
+    return short if short.splits == 1 and steps == NARROW8.unroll and full else narrow
+
+
+def _even_waves(variant: Config, problem, device) -> Config:
+    """One wave; where equal parts leave much of it empty, the fewest (up to 4) that end evenly."""
+    resident = device.sm_count * programs_per_sm(variant, device)
+    for waves, enough in ((1, 0.8), (2, 0.9), (3, 0.9), (4, 0.0)):
+        config, filled = one_wave(variant, problem.n, problem.k, waves * resident)
+        if filled >= enough:
             return config
-        # Less than two programs a tile fit one wave: three waves end more evenly.
-        return one_wave(WIDE8, problem.n, problem.k, 3 * programs)[0]
-    programs = device.sm_count * programs_per_sm(NARROW8, device)
-    config, filled = one_wave(NARROW8, problem.n, problem.k, programs)
-    return config if filled >= 0.6 else _split(SHORT8, problem, device, 4)
+    raise AssertionError("unreachable")
 
 
 def _up_to_16(problem, device) -> Config:
     """Fused where a quantisation kernel would cost more than quantising in every program."""
     weight = problem.n * problem.k
     if problem.prequantised or weight > 35_000_000:
-        return _split(WIDE16, problem, device, 2.5)
+        return _split(ROWS16, problem, device, 4)
     if weight > 20_000_000:
         return _split(FUSED16, problem, device, 2)
     return _split(NARROW16, problem, device, 4)

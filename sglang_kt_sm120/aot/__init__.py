@@ -39,7 +39,9 @@ def name_of(config: Config | None) -> str:
         parts.append(f"u{config.unroll}")
     else:
         parts.append(f"s{config.num_stages}")
-    for flag in ("fused", "unit_scaled", "split_order"):
+    if config.kernel == "pipelined" and config.swap:
+        parts.append("swapped")
+    for flag in ("fused", "prefetch", "unit_scaled", "split_order"):
         if getattr(config, flag):
             parts.append(flag.replace("_", "-"))
     return " ".join(parts)

@@ -110,7 +110,7 @@ def test_a_spilling_variant_is_caught():
     assert any("spills" in failure for failure in record["failures"])
 
 
-def failures(config=heuristic.WIDE16, counts=(), loop=(), fp8=True, **record):
+def failures(config=heuristic.ROWS16, counts=(), loop=(), fp8=True, **record):
     """What the gates say of a good kernel in which this much is bad."""
     good = {
         "spills": 0, "local": 0, "shared_bytes": 4096, "mma": {"QMMA": 16},
@@ -132,7 +132,7 @@ def test_each_gate_fails_on_a_bad_kernel():
         "issue slots": {"config": heuristic.LARGE, "model": {"non_tensor_share": 0.51}},
         "no loop": {"model": {}},
         "'other'": {"counts": {"F2FP.F16.E4M3.UNPACK_B": 1}},
-        "'E4M3 pack'": {"counts": {"F2FP.SATFINITE.E4M3.F32.PACK_AB": 1}},  # WIDE16 quantises not
+        "'E4M3 pack'": {"counts": {"F2FP.SATFINITE.E4M3.F32.PACK_AB": 1}},  # ROWS16 quantises not
         "'output pack'": {"counts": {"F2FP.BF16.F32.PACK_AB": 17}},  # two branches of 8
         "in the main loop": {"loop": {"F2FP.BF16.F32.PACK_AB": 1}},
     }
@@ -171,21 +171,21 @@ def test_a_bad_schedule_is_caught(layers):
         (schedule,) = gates.schedules([(n, k)], lambda m, n, k: config, lambda config: resident)
         return schedule.failures
 
-    alone = replace(heuristic.WIDE16, splits=1)
-    assert "171 SMs idle" in judge(alone, 2112, 7168)[0]
+    alone = replace(heuristic.ROWS16, splits=1)
+    assert "155 SMs idle" in judge(alone, 2112, 7168)[0]
     shallow = replace(heuristic.ROWS64, splits=10)
     assert "16384 bytes in flight" in judge(shallow, 2112, 7168)[0]
-    deep = replace(heuristic.WIDE16, splits=12)
+    deep = replace(heuristic.ROWS16, splits=12)
     assert judge(deep, 2112, 7168) == []
     # All of a small layer's share is enough: 36 programs of one K block each are all there is.
-    assert judge(replace(heuristic.WIDE8, splits=1, unroll=1), 188 * 128, 128) == []
+    assert judge(replace(heuristic.WIDE8, splits=1), 188 * 128, 128) == []
 
 
 def test_a_conversion_of_operands_is_seen_in_a_real_kernel():
     """Lowered for sm_90a as 120 is, FP8 is emulated in f16: the gates must say so."""
     if not aot.features("sm_120a").fp8:
         pytest.skip("this Triton has no FP8 for sm_120a either")
-    record = aot.measure(heuristic.WIDE16, "sm_90a")
+    record = aot.measure(heuristic.ROWS16, "sm_90a")
     if record["source"] != "sass":
         pytest.skip("this Triton's nvdisasm does not read sm_90a")
     assert any("HMMA" in failure for failure in record["failures"])

@@ -6,7 +6,7 @@ Writes records and environment as JSON and prints one line a case. Off SM12x our
 arch="sm120"; from 32 rows on also natively, because Hopper emulates the SM120 lowering's FP8 there.
 DeepGEMM and CUTLASS take part where `deep_gemm` and `sgl_kernel` import. `--compile` runs each
 candidate once and times nothing: started before, once per `--shard`, it keeps compilation (minutes
-for DeepGEMM) out of the way. `--proposals` times changed configurations beside those chosen today.
+for DeepGEMM) out of the way.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,15 +23,9 @@ sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parent)]
 
 import stock  # noqa: E402
 
-from sglang_kt_sm120 import bench, heuristic, host, shapes  # noqa: E402
+from sglang_kt_sm120 import bench, host, shapes  # noqa: E402
 
 EMULATED_FROM = 32  # rows from which Hopper's emulation of FP8 mma bounds the SM120 lowering
-#: What might be better at 9 to 16 rows: a variant and how many of its programs an SM takes.
-PROPOSALS = {
-    "WIDE16, 3 an SM": (heuristic.WIDE16, 3),
-    "FUSED16, 3 an SM": (heuristic.FUSED16, 3),
-    "WIDE16 of 8 warps, 2 an SM": (replace(heuristic.WIDE16, num_warps=8), 2),
-}
 
 
 def this_device():
@@ -63,17 +56,6 @@ def behind_plain(candidate):
         return call
 
     return bench.Candidate("ours behind plain", prepare)
-
-
-def proposals(case):
-    """`PROPOSALS` for a case, as candidates."""
-    device = this_device()
-    arch = None if device.capability[0] == 12 else "sm120"
-    listed = []
-    for name, (variant, per_sm) in PROPOSALS.items():
-        config = heuristic.one_wave(variant, case.n, case.k, per_sm * device.sm_count)[0]
-        listed.append(bench.ours(device, arch=arch, config=config, name=name))
-    return listed
 
 
 def candidates(rows):
@@ -139,13 +121,12 @@ def main():
     parser.add_argument("--rounds", type=int, default=bench.ROUNDS)
     parser.add_argument("--shard", default="0/1", help="I/N: every Nth shape, from the Ith")
     parser.add_argument("--compile", action="store_true")
-    parser.add_argument("--proposals", action="store_true")
     options = parser.parse_args()
     rows = [int(value) for value in options.rows.split(",")]
     records = []
     device = torch.device("cuda", 0)
     for case in bench.make_cases(wanted_shapes(options), rows, device):
-        listed = candidates(case.m) + (proposals(case) if options.proposals else [])
+        listed = candidates(case.m)
         if options.compile:
             compile_only(case, listed)
             continue
