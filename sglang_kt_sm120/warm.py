@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import logging
 import os
 import time
@@ -15,6 +16,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib import import_module
+from pathlib import Path
 
 import torch
 
@@ -54,7 +56,8 @@ def layer(linear, weight: torch.Tensor, weight_scale: torch.Tensor, dtype: torch
     ms = representatives(problem, device, cutlass)
     if not device.cuda or (weight.is_cuda and torch.cuda.is_current_stream_capturing()):
         return
-    with one_process_at_a_time():  # ranks share the kernel cache: one compiles, the others read
+    # Ranks share the kernel cache: one compiles, the others read.
+    with one_process_at_a_time(_job(problem, device, weight)):
         if (weight.device, dtype) not in _warmed:
             start = time.perf_counter()
             count = _compile(weight, weight_scale, dtype, device, problem.deterministic)
@@ -69,8 +72,8 @@ def layer(linear, weight: torch.Tensor, weight_scale: torch.Tensor, dtype: torch
                 raise
             failure = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
     if select.tuned_rows(problem, device) and _one_rank_failed(problem, device, weight, failure):
-        with one_process_at_a_time():
-            ms = representatives(problem, device, cutlass)
+        ms = representatives(problem, device, cutlass)
+        with one_process_at_a_time(_job(problem, device, weight)):  # another: the table is dropped
             _launch(linear, weight, weight_scale, dtype, ms)
     _warmed.add(key)
 
@@ -129,14 +132,49 @@ def _compile(weight, weight_scale, dtype, device: select.Device, deterministic: 
     return len({config.variant() for config in (*configs, *tuned)})
 
 
+def _job(problem: select.Problem, device: select.Device, weight: torch.Tensor) -> str:
+    """Return a name for what warming a layer compiles, the same for every rank that does it."""
+    import triton
+
+    from sglang_kt_sm120.configs import table
+
+    tuned = [select.tuned_rows(problem, device), select.tuned_configs(device)]
+    arch = devices.arch(weight.device.index if weight.is_cuda else None)
+    facts = (triton.__version__, table.revisions(), device, arch, env.PDL.get(), problem, tuned)
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+
+
 @contextlib.contextmanager
-def one_process_at_a_time(seconds: float = LOCK_SECONDS) -> Iterator[None]:
-    """Hold the lock of Triton's cache folder, for at most `seconds` of waiting.
+def one_process_at_a_time(job: str, seconds: float = LOCK_SECONDS) -> Iterator[None]:
+    """Hold the lock of Triton's cache folder, for at most `seconds` of waiting, until `job` is done.
 
     Processes that share the cache then compile one after another, so that all but the first only
-    read. Where no lock is to be had, each compiles for itself: slower, never wrong.
+    read. Once one has done the job, a file in the cache says so, and nobody waits for it again.
+    Where no lock is to be had, or kernels were deleted and that file was not, each compiles for
+    itself: slower, never wrong.
     """
     folder = system.triton_cache()
+    done = folder / f"sglang-kt-sm120-{job}.done"
+    with contextlib.ExitStack() as stack:
+        if not _exists(done):
+            stack.enter_context(_locked(folder, seconds))
+            if _exists(done):  # by the process that was waited for
+                stack.close()
+        yield
+        with contextlib.suppress(OSError):
+            done.touch()
+
+
+def _exists(file: Path) -> bool:
+    try:
+        return file.exists()
+    except OSError:
+        return False
+
+
+@contextlib.contextmanager
+def _locked(folder: Path, seconds: float) -> Iterator[None]:
+    """Hold the folder's lock file where it can be had within `seconds`."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / "sglang-kt-sm120.lock").open("a")

@@ -32,37 +32,64 @@ def test_the_representatives_cover_every_m(gpu, deterministic):
         assert met <= warmed, (layer, met - warmed)
 
 
-def hold(queue) -> None:
-    with warm.one_process_at_a_time():
+def rank(queue, start, compiled, job: str) -> None:
+    """Warm as a rank does: compile into the shared folder what is not there, then load it."""
+    start.wait()
+    with warm.one_process_at_a_time(job):
         queue.put(("in", time.monotonic()))
+        if not compiled.exists():
+            time.sleep(0.3)
+            compiled.touch()
+            queue.put(("compiled", time.monotonic()))
         time.sleep(0.5)
         queue.put(("out", time.monotonic()))
 
 
-def test_processes_take_turns(tmp_path, monkeypatch):
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+def ranks(compiled, job: str, count: int = 4) -> list[str]:
+    """Run `rank` in processes of its own at once; return what they did, in order of time."""
     context = multiprocessing.get_context("spawn")
-    queue = context.Queue()
-    children = [context.Process(target=hold, args=(queue,)) for _ in range(2)]
+    queue, start = context.Queue(), context.Barrier(count)
+    arguments = (queue, start, compiled, job)
+    children = [context.Process(target=rank, args=arguments) for _ in range(count)]
     for child in children:
         child.start()
-    events = sorted((queue.get(timeout=120) for _ in range(4)), key=lambda event: event[1])
     for child in children:
-        child.join()
-    assert [name for name, _ in events] == ["in", "out", "in", "out"]
+        child.join(timeout=120)
+        assert child.exitcode == 0
+    events = []
+    while not queue.empty():
+        events.append(queue.get(timeout=10))
+    return [name for name, _ in sorted(events, key=lambda event: event[1])]
+
+
+def test_ranks_compile_once_and_never_wait_for_what_is_there(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     assert system.triton_cache() == tmp_path
+    cold = ranks(tmp_path / "kernel", "job")
+    assert cold[:3] == ["in", "compiled", "out"]  # alone, while it compiles
+    assert sorted(cold) == sorted(["in", "out"] * 4 + ["compiled"])
+    warm_start = ranks(tmp_path / "kernel", "job")
+    assert warm_start == ["in"] * 4 + ["out"] * 4  # all at once
+    assert ranks(tmp_path / "kernel", "another") != warm_start  # not known to be there: in turn
+
+
+def test_a_job_that_failed_is_not_done(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    with pytest.raises(RuntimeError, match="out of memory"), warm.one_process_at_a_time("job"):
+        raise RuntimeError("out of memory")
+    assert not list(tmp_path.glob("*.done"))
 
 
 def test_a_lock_that_is_never_freed_does_not_stop_a_server(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    with warm.one_process_at_a_time(), warm.one_process_at_a_time(seconds=0.2):
+    with warm.one_process_at_a_time("a"), warm.one_process_at_a_time("a", seconds=0.2):
         pass
     assert "another process has held" in caplog.text
 
 
 def test_a_folder_that_cannot_be_written_does_not_stop_a_server(monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", "/proc/nobody/writes/here")
-    with warm.one_process_at_a_time():
+    with warm.one_process_at_a_time("job"):
         pass
 
 
