@@ -7,6 +7,7 @@ import pickle
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from sglang_kt_sm120 import op
 from sglang_kt_sm120.backends import reference
@@ -216,19 +217,74 @@ def test_a_layer_decides_anew_when_decisions_are_forgotten(layer, monkeypatch):
         op.set_deterministic(False)
 
 
-def test_compiles_without_a_break(layer):
-    linear, weight, scale = layer
-    module = torch.nn.Module()
-    module.weight = torch.nn.Parameter(weight, requires_grad=False)
-    module.scale = torch.nn.Parameter(scale, requires_grad=False)
+class Model(torch.nn.Module):
+    """A layer as a host's model holds it, between operations that a compiler could fuse."""
 
-    @torch.compile(fullgraph=True, dynamic=True, backend="aot_eager")
-    def forward(x):
-        return linear(
-            input=x, weight=module.weight, block_size=[128, 128], weight_scale=module.scale
+    def __init__(self):
+        super().__init__()
+        weight, scale = block_fp8(N, K)
+        self.weight = torch.nn.Parameter(weight, requires_grad=False)
+        self.scale = torch.nn.Parameter(scale, requires_grad=False)
+        self.linear = Sm120BlockFp8Linear(stock)
+        self.linear.prepare(self.weight, self.scale)
+
+    def forward(self, x):
+        out = self.linear(
+            input=x + x,
+            weight=self.weight,
+            block_size=[128, 128],
+            weight_scale=self.scale,
+            input_scale=None,
+            bias=None,
         )
+        return out * 2
 
-    with torch.no_grad():
-        for m in (2, 9, 70):
+
+@pytest.fixture
+def ran(monkeypatch):
+    """The rows of every product that ran; nothing compiled is left over."""
+    rows, original = [], reference.run
+    monkeypatch.setattr(
+        reference, "run", lambda x, *a, **o: rows.append(x.shape[0]) or original(x, *a, **o)
+    )
+    op.forget_choices()
+    torch.compiler.reset()
+    yield rows
+    torch.compiler.reset()
+    op.forget_choices()
+
+
+@torch.no_grad()
+def test_one_compilation_serves_every_number_of_rows(ran):
+    model, counter = Model(), CompileCounterWithBackend("inductor")
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=counter)
+    for m in (2, 3, 17, 64, 1000):
+        x = activation(m, K)
+        ran.clear()
+        assert torch.equal(compiled(x), model(x))
+        assert ran == [m, m]  # compiled, then eager
+    assert counter.frame_count == 1
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for m in (5, 63, 257):
             x = activation(m, K)
-            assert torch.equal(forward(x), call(layer, x))
+            assert torch.equal(compiled(x), model(x))
+    for m in (1, 0):  # torch makes one of its own for each
+        x = activation(m, K)
+        ran.clear()
+        assert torch.equal(compiled(x), model(x))
+        assert ran == [1, 1][: 2 * m]  # without rows there is nothing to run
+    assert counter.frame_count <= 3
+
+
+@torch.no_grad()
+def test_a_number_of_rows_that_is_unknown_compiles_once(ran):
+    """Marked unbacked, one compilation serves even 0 and 1, of which torch else makes its own."""
+    model, counter = Model(), CompileCounterWithBackend("inductor")
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    for m in (2, 1, 0, 3, 17, 1000):
+        x = activation(m, K)
+        torch._dynamo.decorators.mark_unbacked(x, 0)
+        ran.clear()
+        assert torch.equal(compiled(x), model(x))
+        assert ran == [m, m][: 2 * m]
+    assert counter.frame_count == 1
