@@ -47,10 +47,14 @@ patches-check: $(BIN)/.ready ## Apply every patch to its release and run the pat
 cutlass-aot: $(BIN)/.ready ## Build the host's CUTLASS kernels for sm_120a and look into shipped ones (minutes; needs nvcc)
 	$(BIN)/python -m tests.hosts.cutlass_aot $(ARGS)
 
+# In the caller's environment, where its torch is for CUDA; a server's is the one that matters.
 capture-graphs: ## Capture, replay and compare CUDA graphs on this machine's GPU
-	@if python -c 'import os, sys, torch; sys.exit(not (os.environ.get("VIRTUAL_ENV") or os.environ.get("CONDA_PREFIX")) or not torch.version.cuda)' 2>/dev/null; then py=python; else $(MAKE) -s $(BIN)/.ready; py=$(BIN)/python; fi; \
-	$$py -c 'import rich, typer' 2>/dev/null || { echo "the active environment has torch for CUDA, but not this package's commands: pip install . there first" >&2; exit 1; }; \
-	echo "using $$($$py -c 'import sys; print(sys.executable)')" >&2; $$py -m sglang_kt_sm120 graphs $(ARGS)
+	@py=; for env in "$$VIRTUAL_ENV" "$$CONDA_PREFIX"; do \
+	  if [ -z "$$py" ] && [ -n "$$env" ] && "$$env/bin/python" -c 'import sys, torch; sys.exit(not torch.version.cuda)' 2>/dev/null; then py="$$env/bin/python"; fi; \
+	done; \
+	if [ -z "$$py" ]; then make -s VENV="$(VENV)" PY="$(PY)" "$(BIN)/.ready" || exit 1; py="$(BIN)/python"; fi; \
+	"$$py" -c 'import rich, typer' 2>/dev/null || { echo "$$py has torch for CUDA, but not this package's commands: $$py -m pip install . first" >&2; exit 1; }; \
+	echo "using $$("$$py" -c 'import sys; print(sys.executable)')" >&2; "$$py" -m sglang_kt_sm120 graphs $(ARGS)
 
 doctor: $(BIN)/.ready ## Check this machine
 	$(BIN)/python -m sglang_kt_sm120 doctor $(ARGS)

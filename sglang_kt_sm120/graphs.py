@@ -114,20 +114,23 @@ def check(
 def _check_batch(layers: list[Layer], bs: int, where: Where) -> Row:
     row = Row(bs)
     alone = torch.cuda.graph_pool_handle()  # what is captured only to be compared
-    try:
-        before = where.bytes()
-        row.capture_ms, graph, inputs = _compare(row, "all layers", layers, bs, where, in_order)
+    before = where.bytes()
+    whole = _compare(row, "all layers", layers, where, in_order)
+    if whole is not None:
+        row.capture_ms, graph, inputs = whole
         where.kept.append((graph, inputs))
         row.pool_mib = (where.bytes() - before) / 2**20
-        where = replace(where, pool=alone)
-        for layer in layers:
-            _compare(row, layer.name, [layer], bs, where, in_order)
-        if len(layers) > 1:
-            _compare(row, "two streams", layers[:2], bs, where, on_two_streams)
-        row.replay_us = _median_us(graph.replay)
-        row.kernels = kernel_count(graph.replay)
-    except Exception as error:  # a failing batch size is a finding; the next ones follow
-        row.failures.append(f"{type(error).__name__}: {error}")
+    apart = replace(where, pool=alone)
+    for layer in layers:
+        _compare(row, "alone", [layer], apart, in_order)
+    if len(layers) > 1:
+        _compare(row, "two streams", layers[:2], apart, on_two_streams)
+    if whole is not None:
+        try:
+            row.replay_us = _median_us(graph.replay)
+            row.kernels = kernel_count(graph.replay)
+        except Exception as error:
+            row.failures.append(f"all layers, replayed: {type(error).__name__}: {error}")
     row.equal = not row.failures
     return row
 
@@ -148,12 +151,22 @@ def on_two_streams(layers: list[Layer], xs: list[torch.Tensor], where: Where) ->
     return [first, second]
 
 
-def _compare(row: Row, name: str, layers: list[Layer], bs: int, where: Where, run: Callable):
-    """Capture `run`, replay it with new inputs, note what differs.
+def _compare(row: Row, name: str, layers: list[Layer], where: Where, run: Callable):
+    """Capture `run`, replay it with new inputs, note what differs or fails.
 
-    Returns (capture ms, graph, its inputs): replaying needs both alive.
+    Returns (capture ms, graph, its inputs), as replaying needs both alive; None where it fails: a
+    failure is a finding, and what follows is tried.
     """
-    static = [layer.inputs(bs) for layer in layers]
+    try:
+        return _capture_and_compare(row, name, layers, where, run)
+    except Exception as error:
+        names = ", ".join(layer.name for layer in layers)
+        row.failures.append(f"{name}: {names}: {type(error).__name__}: {error}")
+        return None
+
+
+def _capture_and_compare(row: Row, name: str, layers: list[Layer], where: Where, run: Callable):
+    static = [layer.inputs(row.bs) for layer in layers]
     stream = where.stream
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):  # sglang runs twice before it captures, on the same stream
@@ -167,7 +180,7 @@ def _compare(row: Row, name: str, layers: list[Layer], bs: int, where: Where, ru
     capture_ms = (time.perf_counter() - start) * 1e3
     for _ in range(REPLAYS):
         for x, layer in zip(static, layers, strict=True):
-            x.copy_(layer.inputs(bs))
+            x.copy_(layer.inputs(row.bs))
         for output in outputs:
             output.fill_(torch.nan)
         graph.replay()
@@ -175,7 +188,7 @@ def _compare(row: Row, name: str, layers: list[Layer], bs: int, where: Where, ru
         for layer, got, eager in zip(layers, outputs, expected, strict=True):
             difference = first_difference(got, eager)
             if difference:
-                row.failures.append(f"{name}: {layer.name} at batch size {bs}: {difference}")
+                row.failures.append(f"{name}: {layer.name} at batch size {row.bs}: {difference}")
     return capture_ms, graph, static
 
 

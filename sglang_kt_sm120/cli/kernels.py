@@ -58,9 +58,15 @@ def graphs(
     rows = []
     with Progress(console=err, transient=True) as progress:
         task = progress.add_task("capturing", total=len(sizes))
-        for row in graphs.check(layers, sizes, device):
-            rows.append(row)
-            progress.update(task, advance=1, description=f"captured batch size {row.bs}")
+        try:
+            for row in graphs.check(layers, sizes, device):
+                rows.append(row)
+                progress.update(task, advance=1, description=f"captured batch size {row.bs}")
+        except torch.OutOfMemoryError as error:
+            text = f"{error}; is a server running on this GPU? Stop it first, or take fewer --shape"
+            raise fail(text, EXIT_PROBLEM) from None
+        except Exception as error:  # the layers could not be made: no batch size to name
+            raise fail(f"{type(error).__name__}: {error}", EXIT_PROBLEM) from error
     ok = all(row.equal for row in rows)
     if as_json:
         name = torch.cuda.get_device_name(device)
@@ -194,12 +200,21 @@ JUDGED_SETS = ("deepseek-r1", "qwen3.6-27b")
 
 
 def _cards_of(target: str) -> list:
-    """The cards that `target` is for, the largest first, as the installed Triton serves them."""
-    from sglang_kt_sm120 import devices
+    """The cards that `target` is for, the largest first, as the installed Triton serves them.
+
+    Each with both prefill instructions: SGLANG_KT_SM120_MMA may ask for either on any card.
+    """
+    from sglang_kt_sm120 import aot, devices
 
     cards = [devices.describe(gpu.pattern) for gpu in devices.GPUS]
     cards = [card for card in cards if "sm_{}{}a".format(*card.capability) == target]
-    return [devices.as_this_triton_can(card) for card in cards]
+    block_scale = aot.features(target).block_scale
+    kinds = ("plain", "block_scale") if block_scale else ("plain",)
+    return [
+        devices.as_this_triton_can(dataclasses.replace(card, mma=kind))
+        for card in cards
+        for kind in kinds
+    ]
 
 
 def _met(layers: list[tuple[int, int]], card) -> list:
@@ -219,7 +234,9 @@ def _print_aot(records: list[dict], schedules: list) -> None:
             record["arch"].removeprefix("sm_"), record["dtype"], *map(str, numbers), mma,
         )  # fmt: skip
     shown.show()
-    _resource_table(records).show()
+    resources = _resource_table(records)
+    if resources.rows:
+        resources.show()
     read_in_ptx = {record["arch"] for record in records if record.get("source") == "ptx"}
     for arch in sorted(read_in_ptx):
         out.print(f"{arch}: this Triton's nvdisasm cannot read it; judged from PTX")
@@ -228,6 +245,8 @@ def _print_aot(records: list[dict], schedules: list) -> None:
             where = f"{record['arch']} {record['name']} {record['dtype']}"
             err.print(f"[red]{where}:[/] {escape(failure)}")
     failed = [schedule for schedule in schedules if schedule.failures]
+    if not schedules:  # judged with the kernels for sm_120a
+        return
     out.print(
         f"{len(schedules)} decode schedules on 188 SMs: {len(schedules) - len(failed)} keep every "
         "SM busy with 32 KiB in flight, or all of its share"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import types
 
 import pytest
 import torch
 from rich.markup import escape
 from typer.testing import CliRunner
 
-from sglang_kt_sm120 import cli, devices, env
+from sglang_kt_sm120 import cli, devices, env, graphs
 from sglang_kt_sm120.aot import compiling
 
 RTX = "NVIDIA RTX PRO 6000 Blackwell Server Edition"
@@ -68,7 +69,6 @@ def test_a_table_of_long_cells(columns, monkeypatch, capsys):
 
 
 def test_what_aot_and_graphs_print_is_whole_at_60_columns(monkeypatch, capsys):
-    from sglang_kt_sm120 import graphs
     from sglang_kt_sm120.cli import kernels as commands
 
     monkeypatch.setenv("COLUMNS", "60")
@@ -81,14 +81,71 @@ def test_what_aot_and_graphs_print_is_whole_at_60_columns(monkeypatch, capsys):
         assert kernel["name"] in text
         assert all(f"{count} {name}" in text for name, count in kernel["mma"].items())
 
-    row = graphs.Row(256, 1234567, 1234.5, 7654.3, 98765.4, True)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: RTX)
-    monkeypatch.setattr(graphs, "check", lambda *_: [row])
+    pretend_a_gpu(monkeypatch, lambda *_: [graphs.Row(256, 1234567, 1234.5, 7654.3, 98765.4, True)])
     text = run("graphs", "--bs", "256").stdout
     for word in ("256", "1234567", "1234.5", "7654.3", "98765.4", RTX):
         assert word in text
+
+
+def pretend_a_gpu(monkeypatch, check):
+    """Let `graphs` find a GPU, and `check` in place of what captures there."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: RTX)
+    monkeypatch.setattr(graphs, "check", check)
+
+
+def test_graphs_fails_with_shape_batch_size_and_element(monkeypatch):
+    text = "alone: o [7168, 2048] at batch size 8: element [3, 70] is 1.5, eager gives 1.25"
+    rows = [graphs.Row(16), graphs.Row(8, equal=False, failures=[text])]
+    pretend_a_gpu(monkeypatch, lambda *_: rows)
+    result = run("graphs", "--bs", "8,16", code=1)
+    assert text in " ".join(result.stderr.split())
+    answer = json.loads(run("graphs", "--bs", "8,16", "--json", code=1).stdout)
+    assert answer["ok"] is False
+    assert [row["equal"] for row in answer["rows"]] == [True, False]
+    assert answer["rows"][1]["failures"] == [text]
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory"), "is a server running on this GPU"),
+        (RuntimeError("no kernel image"), "RuntimeError: no kernel image"),
+    ],
+)
+def test_graphs_that_cannot_begin_say_so_in_json_too(error, says, monkeypatch):
+    def check(*_):
+        raise error
+        yield
+
+    pretend_a_gpu(monkeypatch, check)
+    answer = json.loads(run("graphs", "--json", code=1).stdout)
+    assert answer["ok"] is False
+    assert says in answer["error"]
+    assert answer["rows"] == []
+
+
+def test_a_capture_that_fails_is_told_with_its_layers(monkeypatch):
+    class Where:
+        pool = None
+
+        def bytes(self):
+            return 0
+
+    def fails(row, name, layers, where, run):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    layer = types.SimpleNamespace(name="o [7168, 2048]")
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(graphs, "replace", lambda where, **_: where)
+    monkeypatch.setattr(graphs, "_capture_and_compare", fails)
+    row = graphs._check_batch([layer, layer], 8, Where())
+    assert not row.equal
+    assert [text.split(":")[0] for text in row.failures] == [
+        "all layers", "alone", "alone", "two streams",
+    ]  # fmt: skip
+    assert all("o [7168, 2048]: RuntimeError: operation" in t or ", o [" in t for t in row.failures)
 
 
 @pytest.mark.parametrize(
