@@ -64,8 +64,8 @@ SHORT8 = Config("direct", 8, 64, num_warps=4, unroll=2, registers=128, fused=Tru
 NARROW16 = Config("direct", 16, 64, num_warps=4, unroll=2, registers=128, fused=True)
 FUSED16 = Config("pipelined", 16, 128, num_warps=4, num_stages=3, fused=True, chunk=4)
 ROWS16 = Config("pipelined", 16, 64, num_warps=4, num_stages=3, swap=False, prefetch=1, chunk=4)
-ROWS32 = Config("pipelined", 32, 64, num_warps=4, num_stages=3, chunk=4)
-ROWS64 = Config("pipelined", 64, 64, num_warps=4, num_stages=3, swap=False, chunk=4)
+ROWS32 = Config("pipelined", 32, 64, num_warps=4, num_stages=3, prefetch=1, chunk=4)
+ROWS64 = Config("pipelined", 64, 64, num_warps=4, num_stages=3, swap=False, prefetch=1, chunk=4)
 
 # Prefill variants, largest tile first.
 LARGE = Config("tiled", 128, 128, num_warps=8, num_stages=3)
@@ -73,8 +73,8 @@ MEDIUM = Config("tiled", 64, 128, num_warps=4, num_stages=3)
 
 # One order of K for every M. The tokens are the 16-wide side everywhere, as in prefill.
 FIXED16 = Config("pipelined", 16, 64, num_warps=4, num_stages=3, fused=True, swap=False, chunk=4)
-FIXED32 = replace(FIXED16, block_m=32, fused=False)
-FIXED64 = replace(FIXED16, block_m=64, fused=False)
+FIXED32 = replace(FIXED16, block_m=32, fused=False, prefetch=1)
+FIXED64 = replace(FIXED16, block_m=64, fused=False, prefetch=1)
 FIXED_LARGE = Config("tiled", 64, 128, num_warps=8, num_stages=3, split_order=1)
 FIXED_PROGRAMS = 512  # programs aimed at, whatever the device: two on each SM of the largest card
 
@@ -115,11 +115,14 @@ def equal_splits(steps: int, at_most: int) -> int:
 
 
 def one_wave(variant: Config, n: int, k: int, programs: int) -> tuple[Config, float]:
-    """`variant` with as many splits as fit `programs`. Returns (config, share of them used)."""
-    tiles = -(-n // variant.block_n)
+    """`variant` with as many splits as fit `programs`. Returns (config, its programs / `programs`).
+
+    More than 1 where there are more tiles than `programs`.
+    """
+    tiles, programs = -(-n // variant.block_n), max(programs, 1)
     steps = -(-k // (GROUP * variant.unroll))
     splits = equal_splits(steps, programs // tiles)
-    return replace(variant, splits=splits), min(1.0, tiles * splits / programs)
+    return replace(variant, splits=splits), tiles * splits / programs
 
 
 def config_for(problem, device) -> Config:
@@ -161,30 +164,30 @@ def _up_to_8(problem, device) -> Config:
     if weight > 50_000_000:
         return _even_waves(WIDE8, problem, device)
     wide, filled = _filled(WIDE8, problem, device)
+    full = 0.8 <= filled <= 1.0
+    if full and weight > 25_000_000:
+        return wide
     narrow, short = (_split(variant, problem, device) for variant in (NARROW8, SHORT8))
     steps = -(-problem.k // GROUP)
     longest = NARROW8.unroll * -(-steps // (NARROW8.unroll * narrow.splits))
-    if filled >= 0.8 and (weight > 25_000_000 or longest * narrow.splits > 1.2 * steps):
-        return wide  # also where steps of four would leave some programs with less to do
-    if steps < NARROW8.unroll:
-        return short  # four at once are more than there are
+    if longest * narrow.splits > 1.2 * steps:  # steps of four leave some programs with less to do
+        return wide if full else short
     if narrow.splits > 1:
         return short if short.splits >= 2 * narrow.splits else narrow
-    full = -(-problem.n // SHORT8.block_n) >= 0.8 * device.sm_count * programs_per_sm(
-        SHORT8, device
-    )
     # One step is the whole of K: two in smaller programs overlap, if there are enough of them.
-    return short if short.splits == 1 and steps == NARROW8.unroll and full else narrow
+    programs = device.sm_count * programs_per_sm(SHORT8, device)
+    enough = -(-problem.n // SHORT8.block_n) >= 0.8 * programs
+    return short if short.splits == 1 and steps == NARROW8.unroll and enough else narrow
 
 
 def _even_waves(variant: Config, problem, device) -> Config:
     """One wave; where equal parts leave much of it empty, the fewest (up to 4) that end evenly."""
-    resident = device.sm_count * programs_per_sm(variant, device)
-    for waves, enough in ((1, 0.8), (2, 0.9), (3, 0.9), (4, 0.0)):
-        config, filled = one_wave(variant, problem.n, problem.k, waves * resident)
-        if filled >= enough:
+    wave = device.sm_count * programs_per_sm(variant, device)
+    made = [one_wave(variant, problem.n, problem.k, waves * wave) for waves in (1, 2, 3, 4)]
+    for (config, filled), enough in zip(made, (0.8, 0.9, 0.9, 0.9), strict=True):
+        if enough <= filled <= 1.0:
             return config
-    raise AssertionError("unreachable")
+    return made[-1][0]
 
 
 def _up_to_16(problem, device) -> Config:
@@ -236,7 +239,8 @@ def _fixed_order(problem) -> Config:
     for variant in (FIXED16, FIXED32, FIXED64):
         if problem.m <= variant.block_m:
             fused = variant.fused and not problem.prequantised
-            return replace(variant, splits=splits, fused=fused)
+            prefetch = variant.prefetch if fused else 1
+            return replace(variant, splits=splits, fused=fused, prefetch=prefetch)
     return replace(FIXED_LARGE, split_order=splits)
 
 

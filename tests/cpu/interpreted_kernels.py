@@ -185,6 +185,21 @@ def test_integers_with_power_of_two_scales_are_exact(name):
     assert torch.equal(out, expected.to(torch.bfloat16))
 
 
+@pytest.mark.parametrize("name", ["WIDE8", "NARROW8", "SHORT8", "NARROW16", "FUSED16", "FIXED16"])
+def test_integers_are_exact_where_the_kernel_quantises(name):
+    """Each group's maximum is 448 times a power of two, so that its scale and codes are exact."""
+    generator = torch.Generator().manual_seed(6)
+    codes = torch.randint(-4, 5, (3, 512), generator=generator).float()
+    codes[:, ::128] = 448
+    x_scale = 2.0 ** torch.randint(-3, 4, (3, 4), generator=generator)
+    weight = torch.randint(-4, 5, (144, 512), generator=generator).to(torch.float8_e4m3fn)
+    scale = 2.0 ** torch.randint(-3, 4, (2, 4), generator=generator)
+    x = codes * x_scale.repeat_interleave(128, 1)
+    out = run(x.bfloat16(), weight, scale, VARIANTS[name])
+    expected = product(codes.to(torch.float8_e4m3fn), x_scale, weight, scale)
+    assert torch.equal(out, expected.to(torch.bfloat16))
+
+
 @pytest.mark.parametrize(("x_size", "scale_size"), [(1e30, 1e-30), (1e-8, 1e30), (1e8, 1e-20)])
 def test_extreme_scales(x_size, scale_size):
     x, weight, scale = operands(3, 144, 256)

@@ -16,6 +16,7 @@ import pytest
 
 pytest.importorskip("triton", reason="compiles with Triton")
 
+from sglang_kt_sm120 import aot, heuristic
 from tests.hosts import tritons
 
 PROJECT = Path(__file__).parents[2]
@@ -52,6 +53,11 @@ def test_every_variant_passes_its_gates(version):
     assert {kernel["config"].get("kernel") for kernel in answer["kernels"]} >= {
         "direct", "pipelined", "tiled",
     }  # fmt: skip
+    for kernel in answer["kernels"]:  # the schedules rest on these, whatever the compiler
+        config = heuristic.Config(**kernel["config"]) if kernel["config"] else None
+        if config in heuristic.RESOURCES:
+            expected = heuristic.programs_per_sm(config, aot.SM12X)
+            assert kernel["programs_per_sm"] == expected, kernel
     if known is not None:
         assert len(answer["facts"]) == len(known), answer["facts"]
         assert all(any(text in fact for fact in answer["facts"]) for text in known)

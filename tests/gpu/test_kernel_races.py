@@ -27,7 +27,9 @@ DEVICE = SimpleNamespace(
     shared_bytes=getattr(PROPERTIES, "shared_memory_per_block_optin", 101376),
 )
 ROUNDS = 10_000
-CHAIN = ((2112, 2048), (7168, 2112 // 128 * 128), (576, 7168), (2048, 512), (2048, 2048))
+#: Layers that hand their output on. Of small ones, and of such as larger models have.
+CHAIN = ((2112, 2048), (7168, 2112 // 128 * 128), (576, 7168), (2048, 384), (2048, 2048))
+LARGE = ((7168, 7168), (4096, 7168), (9216, 4096), (7168, 9216))
 
 
 class Layer:
@@ -49,6 +51,7 @@ class Layer:
             deterministic=self.deterministic,
         )
         config = heuristic.config_for(problem, DEVICE)
+        self.met = config.variant()
         return backend.run(
             x, self.weight, self.scale, None, x.dtype, config, self.counters, arch=ARCH, pdl=pdl
         )
@@ -73,10 +76,14 @@ def replayed(body, rounds, per_graph=50):
     torch.cuda.synchronize()
 
 
-@pytest.mark.parametrize("m", [1, 8, 16, 40, 64])
-def test_layers_that_share_freed_memory(m):
-    layers = [Layer(n, k) for n, k in CHAIN]
-    x = torch.randn(m, CHAIN[0][1], device="cuda").bfloat16()
+MET = set()
+
+
+@pytest.mark.parametrize("m", [1, 8, 16, 24, 64, 300])
+@pytest.mark.parametrize("shapes", [CHAIN, LARGE], ids=["small", "large"])
+def test_layers_that_share_freed_memory(shapes, m):
+    layers = [Layer(n, k) for n, k in shapes]
+    x = torch.randn(m, shapes[0][1], device="cuda").bfloat16()
     expected = chain(layers, x, pdl=False)
     wrong = torch.zeros(1, dtype=torch.int64, device="cuda")
 
@@ -87,6 +94,15 @@ def test_layers_that_share_freed_memory(m):
     replayed(body, ROUNDS)
     assert wrong.item() == 0
     assert not any(layer.counters.any() for layer in layers)
+    MET.update(layer.met for layer in layers)
+
+
+@pytest.mark.skipif(PROPERTIES.multi_processor_count != 132, reason="the shapes are for 132 SMs")
+def test_the_chains_above_met_every_decode_variant():
+    if not MET:
+        pytest.skip("run the whole file")
+    assert heuristic.RESOURCES.keys() <= MET
+    assert any(config.kernel == "tiled" for config in MET)
 
 
 def test_back_to_back_without_any_other_kernel():
@@ -99,10 +115,11 @@ def test_back_to_back_without_any_other_kernel():
         assert all(torch.equal(out, expected) for out in outs[::25])
 
 
-@pytest.mark.parametrize("m", [1, 16, 64])
-def test_a_weight_written_by_the_kernel_before(m):
-    layer = Layer(2112, 2048)
-    x = torch.randn(m, 2048, device="cuda").bfloat16()
+@pytest.mark.parametrize("m", [1, 16, 24, 64])
+@pytest.mark.parametrize(("n", "k"), [(2112, 2048), (4096, 7168), (7168, 7168)])
+def test_a_weight_written_by_the_kernel_before(n, k, m):
+    layer = Layer(n, k)
+    x = torch.randn(m, k, device="cuda").bfloat16()
     first, second = layer.weight.clone(), layer.weight.flip(0).contiguous()
     expected = [layer(x, pdl=False)]
     layer.weight.copy_(second)

@@ -28,7 +28,8 @@ DEVICE = SimpleNamespace(
 TARGET = SimpleNamespace(capability=(12, 0), sm_count=188, shared_bytes=101376)
 ERROR = {torch.bfloat16: 2e-3, torch.float16: 3e-4}
 ROWS = (1, 2, 3, 5, 7, 8, 9, 16, 17, 33, 64, 65, 83, 127, 128, 129, 777, 4097)
-SHAPES = ((16, 128), (8, 256), (576, 7168), (2112, 7168), (7168, 256), (1536, 18432), (7168, 18432))
+SHAPES = ((8, 256), (1536, 18432), *((n, k) for n in (16, 576, 2112, 7168)
+          for k in (128, 256, 7168, 18432)))  # fmt: skip
 
 
 def operands(m, n, k, dtype=torch.bfloat16):
@@ -116,6 +117,33 @@ def test_a_bad_row_is_nan_and_alone(m, bad):
     assert torch.equal(out[: m - 1], clean[: m - 1])
 
 
+@pytest.mark.parametrize("m", [1, 8, 16, 33, 129])
+@pytest.mark.parametrize(("n", "k"), [(2112, 1024), (4096, 7168), (7168, 7168)])
+def test_integers_are_exact_where_the_kernel_quantises(n, k, m):
+    """Each group's maximum is 448 times a power of two, so that its scale and codes are exact."""
+    codes = torch.randint(-4, 5, (m, k), device="cuda").float()
+    codes[:, ::128] = 448
+    x_scale = 2.0 ** torch.randint(-3, 4, (m, k // 128), device="cuda")
+    x = codes * x_scale.repeat_interleave(128, 1)
+    weight = torch.randint(-4, 5, (n, k), device="cuda").to(torch.float8_e4m3fn)
+    scale = 2.0 ** torch.randint(-3, 4, (-(-n // 128), k // 128), device="cuda")
+    rows = scale.double().repeat_interleave(128, 0)[:n].repeat_interleave(128, 1)
+    truth = x.double() @ (weight.double() * rows).T
+    assert torch.equal(x.bfloat16().float(), x)
+    out = run(x.bfloat16(), weight, scale, choose(m, n, k))
+    assert torch.equal(out, truth.to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("m", [2, 8, 16, 64, 130])
+@pytest.mark.parametrize(("n", "k"), [(576, 512), (7168, 7168)])
+def test_a_zero_row_is_zero(n, k, m):
+    x, weight, scale = operands(m, n, k)
+    x[m - 1] = 0
+    out = run(x, weight, scale, choose(m, n, k))
+    assert not out[m - 1].any()
+    assert bench.relative_error(out, expected(x, weight, scale)) <= 2e-3
+
+
 @pytest.mark.parametrize("m", [1, 16, 33, 129])
 def test_integers_with_power_of_two_scales_are_exact(m):
     codes = torch.randint(-4, 5, (m, 1024), device="cuda").to(torch.float8_e4m3fn)
@@ -154,7 +182,9 @@ def test_slices_and_misaligned_rows(m):
         )
 
 
-@pytest.mark.parametrize(("n", "k"), [(2112, 7168), (7168, 2048), (576, 7168)])
+@pytest.mark.parametrize(
+    ("n", "k"), [(2112, 7168), (7168, 2048), (576, 7168), (4096, 7168), (7168, 7168)]
+)
 def test_repeated_runs_are_bit_identical(n, k):
     for m in (1, 8, 16, 32, 64, 100):
         x, weight, scale = operands(m, n, k)
