@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 
 import torch
 
-from sglang_kt_sm120 import baselines, heuristic, kernels
+from sglang_kt_sm120 import baselines, heuristic, kernels, op
 from sglang_kt_sm120.backends import reference as oracle
 from sglang_kt_sm120.backends import triton as backend
 from sglang_kt_sm120.records import Record
@@ -108,9 +108,7 @@ def make_cases(
     l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
     for shape in shapes:
         weights, scales = make_weights(shape.n, shape.k, device, l2_bytes)
-        counters = torch.zeros(
-            heuristic.counters_needed(shape.n, shape.k), dtype=torch.int32, device=device
-        )
+        counters = op.counters_for(shape.n, shape.k, device)[0]  # as many as a served layer has
         for m in rows:
             x = torch.randn(m, shape.k, dtype=torch.float32, device=device).to(dtype)
             yield Case(shape.name, m, shape.n, shape.k, x, weights, scales, counters)

@@ -114,17 +114,22 @@ def _read(files: list[Path]) -> tuple[list, dict]:
 
 
 def _print(records) -> None:
-    names = list(dict.fromkeys(record.candidate for record in records))
-    columns = ("layer", "N,K", "M", *(f"{name} us" for name in names))
-    shown = table(*columns, whole=columns[1:])
+    scales = {record.candidate: record.scales for record in records}
+    names = list(scales)
+    # A bare read has no scales.
+    labels = (n if n == plots.FLOOR else f"{n} ({scales[n]} scales)" for n in names)
+    columns = ("layer", "N,K", "M", *labels)
+    title = "microseconds: median, and in brackets (largest - smallest) / median of the rounds"
+    shown = table(*columns, title=title, whole=columns[1:3])
     for (layer, n, k, m), by_name in plots.cases(records).items():
         best = min(
             (r.us for name, r in by_name.items() if r.us and name != plots.FLOOR), default=None
         )
         times = []
         for name in names:
-            us = by_name[name].us if name in by_name else None
-            text = "-" if us is None else f"{us:.2f}"
+            record = by_name.get(name)
+            us = record.us if record else None
+            text = "-" if us is None else f"{us:.2f} ({record.spread or 0:.0%})"
             times.append(f"[bold green]{text}[/]" if us is not None and us == best else text)
         shown.add_row(layer, f"{n},{k}", str(m), *times)
     shown.show()

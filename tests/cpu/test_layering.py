@@ -94,8 +94,8 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "variants": ({"heuristic", "limits", "select"}, set()),
     "ahead": ({"select", "shapes", "variants", "backends"}, {"torch", "triton"}),
     "warm": (
-        {"system", "op", "select", "devices", "env", "variants", "backends"},
-        {"torch"},
+        {"system", "op", "select", "devices", "env", "variants", "backends", "configs"},
+        {"torch", "triton"},
     ),
     "cli": ({"__init__", "*"}, {"typer", "rich", "torch", "triton", "matplotlib"}),
 }
