@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglang_kt_sm120 import devices, heuristic, select, shapes, variants
+from sglang_kt_sm120 import devices, env, heuristic, select, shapes, variants
 
 CARDS = {
     "RTX PRO 6000": SimpleNamespace(capability=(12, 0), sm_count=188, shared_bytes=101376),
@@ -122,6 +122,45 @@ def test_geforce_prefill_can_ask_for_the_block_scaled_instruction():
     assert heuristic.config_for(heuristic.Case(4096, 7168, 2048), card).unit_scaled
     assert not heuristic.config_for(heuristic.Case(4, 7168, 2048), card).unit_scaled
     assert not choose(4096, 7168, 2048, "RTX PRO 6000").unit_scaled
+
+
+@pytest.mark.parametrize(
+    ("asked", "gpu", "unit_scaled"),
+    [
+        ("auto", "NVIDIA GeForce RTX 5090", True),
+        ("plain", "NVIDIA GeForce RTX 5090", False),
+        ("auto", "NVIDIA RTX PRO 6000 Blackwell Server Edition", False),
+        ("block_scale", "NVIDIA RTX PRO 6000 Blackwell Server Edition", True),
+        ("block_scale", "NVIDIA GB10", True),
+    ],
+)
+def test_the_prefill_instruction_can_be_asked_for(asked, gpu, unit_scaled, monkeypatch):
+    monkeypatch.setenv(env.MMA.name, asked)
+    choice = select.choose(select.Problem(4096, 7168, 2048), devices.describe(gpu))
+    assert choice.config.unit_scaled is unit_scaled
+
+
+@pytest.mark.parametrize("card", CARDS)
+def test_large_layers_are_cut_about_as_evenly_as_four_waves_allow(card):
+    """Tiles that are more than the device holds at once are no full wave."""
+    device = CARDS[card]
+    slots = device.sm_count * heuristic.programs_per_sm(heuristic.WIDE8, device)
+
+    def longest(config, n, k):  # K blocks one after another in the busiest place
+        waves = -(-programs(config, 1, n) // slots)
+        return waves * -(-(k // 128) // config.splits)
+
+    for n in range(3072, 70_000, 448):
+        for k in (2048, 5120, 7168, 18432):
+            config = choose(1, n, k, card)
+            if n * k < 50_000_000 or config.variant() != heuristic.WIDE8:
+                continue
+            four = [
+                heuristic.one_wave(heuristic.WIDE8, n, k, waves * slots)[0]
+                for waves in (1, 2, 3, 4)
+            ]
+            best = min(longest(other, n, k) for other in four)
+            assert longest(config, n, k) <= 1.3 * best, (n, k, config.splits)
 
 
 def test_variants_are_met_once_each():
