@@ -122,7 +122,9 @@ def _start(dtype: str, fresh: bool, kind: str = ""):
     ours = (i for i in range(torch.cuda.device_count()) if not gpu.is_stand_in(i))
     index = next(ours, 0)
     torch.cuda.set_device(index)
-    bench = gpu.GpuBench(index, getattr(torch, dtype))
+    bench = gpu.GpuBench(
+        index, getattr(torch, dtype), say=lambda text: err.print(escape(text), highlight=False)
+    )
     head = results.header(bench.device, dtype, gpu.is_stand_in(index))
     state = results.state_file(bench.device.name, f"{kind}{dtype}")
     cases, message = ({}, "") if fresh else results.load_state(state, head)
@@ -190,37 +192,41 @@ def _run_stock(layers, ms, seconds, dtype, *, fresh, export, **_) -> dict:
             shared_bytes=bench.device.shared_bytes,
             save=lambda: results.save_state(state, head, cases),
         )  # fmt: skip
-    files = sglang_files.write(export, cases, bench.device.name)
+    # A file holds every finished M of a layer; which layers, and what is listed, was asked for.
+    asked = {(layer.n, layer.k) for layer in layers}
+    written = [case for case in cases.values() if (case["n"], case["k"]) in asked]
+    files = sglang_files.write(export, written, bench.device.name)
+    wanted = {sglang_files.key(layer, m) for layer in layers for m in ms}
+    mine = [cases[name] for name in cases if name in wanted]
     return {
         "ended": outcome.ended, "device": head["gpu"], "environment": _facts(),
         "files": [str(file) for file in files], "state": str(state),
-        "of": len(layers) * len(ms), "cases": list(cases.values()), "failures": outcome.failures,
+        "of": len(wanted), "cases": mine, "failures": outcome.failures,
     }  # fmt: skip
 
 
 @contextlib.contextmanager
 def _progress(compiled: Callable[[], tuple[int, int]] = lambda: (0, 0)):
     """Show two bars, cases and the running case; yield what the tuner tells its events."""
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, Progress, TextColumn
 
-    columns = (
-        TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"),
-        TimeRemainingColumn(),
-    )  # fmt: skip
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[count]}"))
     with Progress(*columns, console=err, transient=True) as bars:
-        outer, inner = bars.add_task("cases", total=None), bars.add_task("", total=None)
+        outer = bars.add_task("cases", total=None, count="")
+        inner = bars.add_task("", total=1.0, count="")
 
         def notify(event) -> None:
             ready, asked = compiled()
             text = f"{event.shape.n}x{event.shape.k} M={event.m}"
             compiling = f", {ready}/{asked} compiled" if ready < asked else ""
             bars.update(
-                outer, completed=event.done, total=event.total, description=f"cases{compiling}"
-            )
+                outer, completed=event.done, total=event.total, description=f"cases{compiling}",
+                count=f"{event.done}/{event.total}, {event.left:.0f} s of the budget left",
+            )  # fmt: skip
             best = f": {event.best}" if event.best else ""
             ratio = f" {event.ratio:.3f} of old" if event.ratio else ""
             bars.update(
-                inner, completed=event.tried, total=event.of or None,
+                inner, completed=event.part, count=f"{event.tried} tried",
                 description=f"{text} {event.step}{best}{ratio}",
             )  # fmt: skip
 
@@ -279,7 +285,7 @@ def _draw(file: Path, cases: list[dict]) -> str:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        return "none: matplotlib is not installed"
+        return 'none: matplotlib is not installed; pip install "sglang-kt-sm120[plot]"'
     layers = sorted({(case["n"], case["k"]) for case in cases})
     columns = min(4, len(layers))
     figure = Figure(figsize=(4 * columns, 3 * -(-len(layers) // columns)), layout="tight")

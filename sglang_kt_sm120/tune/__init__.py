@@ -1,7 +1,8 @@
 """Finds what is fastest on the card at hand and writes it down as a tuned table.
 
 `space` says what to try, `compiling` compiles it ahead and drops what spills, `engine` decides what
-is timed and what has won, `gpu` times it, `results` writes state, table and the file to share.
+is timed and what has won, `gpu` times it, `results` writes state, table and the file to share;
+`contract` is what they say to each other.
 `sglang_files` does the same for sglang's own kernel, in sglang's own format. docs/tuning.md is for
 card owners.
 """

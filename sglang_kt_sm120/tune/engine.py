@@ -1,6 +1,7 @@
 """The search itself: which contenders are timed, in what order, and when one has won.
 
-It knows no GPU: `Bench` times and checks, `Builds` compiles, both given. For each (shape, M):
+It knows no GPU: `Bench` times and checks, `Builds` compiles, both given (contract.py). For
+each (shape, M):
 
 1. coarse: many configurations in small batches, each beside what serves today (the *old* one), a
    few rounds each; what spills, needs too much or is wrong is never timed;
@@ -22,12 +23,12 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from sglang_kt_sm120 import heuristic
 from sglang_kt_sm120.configs import store, table
 from sglang_kt_sm120.tune import space
+from sglang_kt_sm120.tune.contract import Bench, Builds, Contender, Event, Outcome, Timing
 
 MIN_GAIN = 0.02  # of the old time; timings of one configuration move by 1 % within a run
 BATCH = 12  # contenders timed in turn, beside the old one
@@ -44,95 +45,6 @@ QUICK_SECONDS = 1.2
 QUICK_VARIANTS = 4  # per class of M
 
 
-@dataclass(frozen=True)
-class Contender:
-    """What may serve: a backend of `table.BACKENDS` and its configuration."""
-
-    backend: str
-    config: Any
-
-    def brief(self) -> str:
-        """Return a few words for a progress line."""
-        if not isinstance(self.config, heuristic.Config):
-            return f"{self.backend} {getattr(self.config, 'kernel', '')}".strip()
-        c = self.config
-        return f"{c.kernel} {c.block_m}x{c.block_n} {c.num_warps}w x{c.splits}"
-
-
-@dataclass(frozen=True)
-class Timing:
-    """What became of a contender: microseconds (None: not timed), relative error, why not."""
-
-    us: float | None
-    error: float | None = None
-    note: str = ""
-
-
-class Bench(Protocol):
-    """Times contenders on one product, interleaved, each checked before and after."""
-
-    def time(
-        self,
-        shape,
-        m: int,
-        contenders: Sequence[Contender],
-        *,
-        rounds: int,
-        graph_us: float,
-        fresh: bool = False,
-    ) -> list[Timing]:
-        """Return one `Timing` each; `fresh` asks for new operands."""  # fmt: skip
-
-    def defaults(self, shape, m: int) -> list[Contender]:
-        """Return what may serve this product where no table says otherwise.
-
-        The first is the old one: what this host serves unless told otherwise. Then what it serves
-        where our kernels are asked for, if that is another.
-        """
-
-    def others(self, shape, m: int) -> list[Contender]:
-        """Return the contenders that are not ours (the host's CUTLASS kernels)."""
-
-
-class Builds(Protocol):
-    """Compiles variants ahead.
-
-    Attributes:
-        waited: Seconds spent in `need` so far; they do not count against a case's time.
-    """
-
-    waited: float
-
-    def ask(self, variants: Iterable[heuristic.Config], n: int) -> None:
-        """Start compiling, for weights of `n` rows, and return at once."""
-
-    def need(self, variant: heuristic.Config, n: int) -> heuristic.Resources | str:
-        """Wait for a variant; return what it takes, or the gate that it fails."""
-
-
-@dataclass
-class Event:
-    """Where a run stands, for a progress display."""
-
-    shape: Any
-    m: int
-    done: int  # cases
-    total: int
-    step: str  # "coarse", "near", "fine", "confirm"
-    tried: int
-    of: int  # contenders known for this step so far
-    best: str = ""
-    ratio: float | None = None  # the best's time over the old one's
-
-
-@dataclass
-class Outcome:
-    """How a run ended: "done", "budget" (time is up) or "interrupted"; what failed, as texts."""
-
-    ended: str = "done"
-    failures: list[str] = field(default_factory=list)
-
-
 def key(n: int, k: int, m: int) -> str:
     """Return the name of a case in the state file."""
     return f"{n},{k},{m}"
@@ -144,7 +56,7 @@ class Tuner:
     Args:
         device: The `select.Device` to tune.
         bench, builds: See the protocols.
-        budget: Seconds for the whole run, counted from here.
+        budget: Seconds for the whole run, counted from here, without `Bench.waited`.
         quick: Only ours as it is, a few variants and the host's kernels.
         clock: Monotonic seconds.
         notify: Receives an `Event` now and then.
@@ -159,11 +71,16 @@ class Tuner:
     ):  # fmt: skip
         self.device, self.bench, self.builds, self.quick = device, bench, builds, quick
         self.clock, self.notify = clock, notify
-        self.end = (clock() if started is None else started) + budget
+        self._end = (clock() if started is None else started) + budget - bench.waited
         self.seconds = QUICK_SECONDS if quick else CASE_SECONDS
         self.fine, self.confirm = (QUICK_FINE, QUICK_CONFIRM) if quick else (FINE, CONFIRM)
         #: (n, k, class of M) -> configurations by rising time, of the last M searched there.
         self.ranked: dict[tuple[int, int, int], list[heuristic.Config]] = {}
+
+    @property
+    def end(self) -> float:
+        """When the budget is spent, as `clock` tells it: later by what the host's builds took."""
+        return self._end + self.bench.waited
 
     def run(
         self, shapes: Sequence, ms: Sequence[int], cases: dict[str, dict],
@@ -190,7 +107,7 @@ class Tuner:
             if self.clock() >= self.end:
                 outcome.ended = "budget"
                 break
-            self.at = Event(shape, m, total - len(todo) + index, total, "coarse", 0, 0)
+            self.at = Event(shape, m, total - len(todo) + index, total, "coarse", 0)
             try:
                 found = self._case(shape, m)
             except Exception as error:  # one case (its memory, say) must not end the run
@@ -221,23 +138,26 @@ class Tuner:
         listed = space.variants(table.row_class(m), self.device.mma)
         return listed[:QUICK_VARIANTS] if self.quick else listed
 
-    def _say(self, step: str, tried: int, of: int, best=None, ratio=None) -> None:
-        self.at.step, self.at.tried, self.at.of = step, tried, of
+    def _say(self, step: str, tried: int, part: float, best=None, ratio=None) -> None:
+        self.at.step, self.at.tried, self.at.part = step, tried, min(part, 1.0)
+        self.at.left = max(self.end - self.clock(), 0.0)
         if best is not None:
             self.at.best, self.at.ratio = best.brief(), ratio
         self.notify(self.at)
 
     def _case(self, shape, m: int) -> dict:
-        start = self.clock()
         defaults, others = self.bench.defaults(shape, m), self.bench.others(shape, m)
+        start = self.clock()  # the host's builds are behind
         old = defaults[0]
         waited = self.builds.waited
         times: dict[Contender, float] = {}  # over the old one's, in the same batch
         pruned: dict[str, int] = {}
 
+        def spent() -> float:
+            return self.clock() - start - (self.builds.waited - waited)
+
         def time_is_up() -> bool:
-            compiling = self.builds.waited - waited
-            return self.clock() >= min(start + compiling + self.seconds, self.end)
+            return spent() >= self.seconds or self.clock() >= self.end
 
         def race(listed: Iterable[Contender], step: str) -> None:
             """Time what is new in `listed`, batch by batch, until the case's time is up."""
@@ -246,11 +166,11 @@ class Tuner:
                 for contender, ratio in zip(batch, rest, strict=True):
                     times[contender] = ratio if ratio is not None else float("inf")
                 best = min(times, key=times.__getitem__)
-                self._say(step, len(times), len(times), best, times[best])
+                self._say(step, len(times), spent() / self.seconds, best, times[best])
                 if time_is_up():
                     break
 
-        self._say("coarse", 0, 0)
+        self._say("coarse", 0, 0.0)
         (first,) = self._time(shape, m, [old], COARSE)
         if first.us is None:
             # What serves today is wrong or fails here: that is a finding, not a baseline.
@@ -314,7 +234,7 @@ class Tuner:
         # A search that the end of the run cut short is done again by the next one.
         effort = "quick" if self.quick else "cut" if self.clock() >= self.end else "full"
         finalists = [c for c in good if c != old][:FINALISTS]
-        self._say("fine", len(times), len(times))
+        self._say("fine", len(times), 1.0)
         _, *rest = self._against(shape, m, old, finalists, self.fine)
         final = {c: r for c, r in zip(finalists, rest, strict=True) if r is not None}
         record = {
@@ -324,7 +244,7 @@ class Tuner:
         }  # fmt: skip
         winner = min(final, key=final.__getitem__, default=None)
         if winner is not None:
-            self._say("confirm", len(times), len(times), winner, final[winner])
+            self._say("confirm", len(times), 1.0, winner, final[winner])
         # The best of ours as well, for the heuristic's distance from it.
         best_of_ours = next((c for c in sorted(final, key=final.get) if c.backend == "triton"), old)
         last = list(dict.fromkeys([*defaults, winner or old, best_of_ours]))

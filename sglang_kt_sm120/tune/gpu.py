@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gc
+import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -12,7 +13,7 @@ import torch
 from sglang_kt_sm120 import bench, devices, env, heuristic, host, limits, op, select
 from sglang_kt_sm120.backends import cutlass
 from sglang_kt_sm120.tune import sglang_files
-from sglang_kt_sm120.tune.engine import Contender, Timing
+from sglang_kt_sm120.tune.contract import Contender, Timing
 
 #: Off SM12x the SM120 lowering's FP8 is emulated: up to here reading the weight still decides.
 EMULATED_UP_TO = 16
@@ -20,6 +21,10 @@ EMULATED_UP_TO = 16
 COMPARE_ALL = 512
 #: Against float64, for the host's kernels: their own quantisers differ in ties.
 HOST_TOLERANCE = 5e-3
+FIRST_BUILD = (
+    "probing the host's own kernels: building them for the first time takes minutes, which do not "
+    "count against the budget"
+)
 
 
 def real_capability(index: int) -> tuple[int, int]:
@@ -62,13 +67,18 @@ class GpuBench:
     Args:
         index: The device; it must be current.
         dtype: Of activations and output.
+        say: Receives a line before something that may take minutes.
     """
 
-    def __init__(self, index: int, dtype: torch.dtype):
-        self.index, self.dtype = index, dtype
+    def __init__(
+        self, index: int, dtype: torch.dtype, say: Callable[[str], None] = lambda text: None
+    ):
+        self.index, self.dtype, self.say = index, dtype, say
+        self.waited = 0.0
         self.device = device(index)
         self.pdl = env.PDL.get()
         self._case: bench.Case | None = None
+        self._said = False
         # Older torch collects garbage before each capture: not through all of torch and Triton.
         gc.freeze()
 
@@ -107,8 +117,21 @@ class GpuBench:
     def _known(self, n: int, k: int) -> limits.Known:
         if is_stand_in(self.index):
             return select.NOTHING_KNOWN  # none of them is built for it
-        host.offer_cutlass()
-        return op.prove_cutlass(torch.device("cuda", self.index), n, k, self.dtype, every=True)
+        start = time.monotonic()
+        try:
+            host.offer_cutlass()
+            self._announce(n, k)
+            where = torch.device("cuda", self.index)
+            return op.prove_cutlass(where, n, k, self.dtype, every=True)
+        finally:
+            self.waited += time.monotonic() - start
+
+    def _announce(self, n: int, k: int) -> None:
+        """Say once what may take minutes, where a kernel of the host's is built when it is used."""
+        usable = select.usable_kernels(op.problem_of(1, n, k, self.dtype), self.device)
+        if not self._said and any(map(cutlass.is_built_at_use, usable)):
+            self._said = True
+            self.say(FIRST_BUILD)
 
     def _operands(self, shape, m: int, fresh: bool) -> bench.Case:
         """Return the product to time; fresh operands where asked for or where it is another one."""

@@ -11,23 +11,14 @@ import contextlib
 import inspect
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from sglang_kt_sm120.configs import store
-from sglang_kt_sm120.tune.engine import (
-    BATCH,
-    COARSE,
-    CONFIRM,
-    MIN_GAIN,
-    Contender,
-    Event,
-    Outcome,
-    Timing,
-    keep,
-)
+from sglang_kt_sm120.tune.contract import Contender, Event, Outcome, Timing
+from sglang_kt_sm120.tune.engine import BATCH, COARSE, CONFIRM, MIN_GAIN, keep
 
 KEYS = ("BLOCK_SIZE_M", "BLOCK_SIZE_N", "BLOCK_SIZE_K", "GROUP_SIZE_M", "num_warps", "num_stages")
 #: What stock launches where it has no file.
@@ -113,48 +104,54 @@ def search(
         budget: Seconds.
     """
     end, outcome = clock() + budget, Outcome()
-    todo = [(s, m) for m in ms for s in shapes if _key(s, m) not in cases]
+    # As in the tuner: a search that the clock cut short is done again.
+    todo = [(s, m) for m in ms for s in shapes if cases.get(key(s, m), {}).get("effort") != "full"]
     total = len(ms) * len(shapes)
     try:
         for index, (shape, m) in enumerate(todo):
             if clock() >= end:
                 outcome.ended = "budget"
                 break
-            event = Event(shape, m, total - len(todo) + index, total, "coarse", 0, 0)
+            event = Event(shape, m, total - len(todo) + index, total, "coarse", 0)
             try:
-                found = _case(measure, event, shared_bytes, notify, lambda: clock() >= end)
+                found = _case(measure, event, shared_bytes, notify, lambda: end - clock())
             except Exception as error:  # one case (its memory, say) must not end the run
                 found = f"{type(error).__name__}: {error}"
             if isinstance(found, str):
                 outcome.failures.append(f"N={shape.n} K={shape.k} M={m}: {found}")
                 continue
-            cases[_key(shape, m)] = found
+            cases[key(shape, m)] = found
+            if found["effort"] == "cut":
+                outcome.ended = "budget"
             keep(save, outcome)
     except KeyboardInterrupt:
         outcome.ended = "interrupted"
     return outcome
 
 
-def _case(measure, event: Event, shared_bytes: int, notify, time_is_up) -> dict | str:
+def _case(measure, event: Event, shared_bytes: int, notify, left) -> dict | str:
     """Return the record of one (shape, M), or what is wrong with stock's kernel there."""
     shape, m = event.shape, event.m
     default = Contender("stock", Stock(tuple(DEFAULT.values())))
     listed = [Contender("stock", config) for config in grid(m, shared_bytes)]
     listed = [contender for contender in listed if contender != default]
     times: dict[Contender, float] = {}
+    effort = "full"
     for first in range(0, len(listed), BATCH):
+        if first and left() <= 0:
+            effort = "cut"
+            break
         batch = listed[first : first + BATCH]
         base, *rest = measure(shape, m, [default, *batch], **COARSE)
         if base.us is not None:
             done = zip(batch, rest, strict=True)
             times |= {c: t.us / base.us for c, t in done if t.us is not None}
-        event.tried, event.of = min(first + BATCH, len(listed)), len(listed)
+        event.tried = min(first + BATCH, len(listed))
+        event.part, event.left = event.tried / len(listed), max(left(), 0.0)
         if times:
             best = min(times, key=times.__getitem__)
             event.best, event.ratio = str(best.config.values), times[best]
         notify(event)
-        if time_is_up():
-            break
     best = min(times, key=times.__getitem__, default=None)
     finalists = [default] if best is None else [default, best]
     before, *after = measure(shape, m, finalists, **CONFIRM, fresh=True)
@@ -163,16 +160,17 @@ def _case(measure, event: Event, shared_bytes: int, notify, time_is_up) -> dict 
     won = after and after[0].us is not None and after[0].us <= (1 - MIN_GAIN) * before.us
     return {
         "name": shape.name, "n": shape.n, "k": shape.k, "m": m, "old_us": before.us,
-        "us": after[0].us if won else before.us,
+        "us": after[0].us if won else before.us, "effort": effort,
         "config": (best if won else default).config.as_dict(),
     }  # fmt: skip
 
 
-def _key(shape, m: int) -> str:
+def key(shape, m: int) -> str:
+    """Return the name of a case in the state file."""
     return f"stock:{shape.n},{shape.k},{m}"
 
 
-def write(folder: Path, cases: dict[str, dict], device_name: str) -> list[Path]:
+def write(folder: Path, cases: Iterable[dict], device_name: str) -> list[Path]:
     """Write one file per (N, K) of the finished cases, each M as key; return their paths.
 
     Only the six keys that sglang passes to its kernel: an unknown one would fail the launch.
@@ -181,10 +179,9 @@ def write(folder: Path, cases: dict[str, dict], device_name: str) -> list[Path]:
         OSError: The folder cannot be written.
     """
     files: dict[str, dict[int, Any]] = {}
-    for key, case in cases.items():
-        if key.startswith("stock:"):
-            name = file_name(case["n"], case["k"], device_name)
-            files.setdefault(name, {})[case["m"]] = {one: case["config"][one] for one in KEYS}
+    for case in cases:
+        name = file_name(case["n"], case["k"], device_name)
+        files.setdefault(name, {})[case["m"]] = {one: case["config"][one] for one in KEYS}
     written = []
     for name, by_m in sorted(files.items()):
         store.save(folder / name, {str(m): by_m[m] for m in sorted(by_m)})

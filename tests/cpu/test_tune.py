@@ -7,8 +7,10 @@ import functools
 import itertools
 import json
 import os
+import time
 from concurrent.futures.process import BrokenProcessPool
 from datetime import datetime
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -69,6 +71,7 @@ class Bench:
         self.host_default = host_default  # in prefill
         self.calls: list[tuple] = []
         self.cases: set[tuple] = set()
+        self.waited = 0.0
 
     def time(self, shape, m, contenders, *, rounds, graph_us, fresh=False):
         found = []
@@ -275,6 +278,34 @@ def test_a_case_has_its_share_of_the_time_and_compiling_is_not_counted(places):
     assert next(iter(cases.values()))["tried"] > 2 * engine.BATCH
 
 
+def test_the_hosts_own_builds_count_against_no_budget(places):
+    """A first run builds the host's kernels for minutes: all of its cases are still timed."""
+
+    class Building(Bench):
+        seconds = 400.0
+
+        def defaults(self, shape, m):
+            self.clock.now += self.seconds
+            self.waited += self.seconds
+            self.seconds = 0.0
+            return super().defaults(shape, m)
+
+    bench = Building(plant(("unroll", 1)), others=[CUTLASS])
+    options = {"layers": SHAPES, "ms": tune.QUICK_MS, "quick": True, "budget": tune.QUICK_BUDGET}
+    outcome, cases = search(bench, **options)
+    assert (outcome.ended, len(cases)) == ("done", 12)
+    assert all(case["seconds"] < 60 for case in cases.values())
+    later = Building(plant(("unroll", 1)))
+    later.others = lambda shape, m, usual=later.defaults: usual(shape, m) and []
+    later.defaults = functools.partial(Bench.defaults, later)
+    _, cases = search(later, budget=60.0)  # built when the case has begun
+    assert [case["effort"] for case in cases.values()] == ["full"]
+    second = Building(plant(("unroll", 1)))
+    second.waited, second.seconds = 1000.0, 0.0  # before the run
+    outcome, cases = search(second, ms=(1, 4, 8, 16, 64), budget=10.0)
+    assert (outcome.ended, len(cases) < 5) == ("budget", True)
+
+
 def test_ctrl_c_keeps_what_is_done(places):
     bench = Bench(plant(("unroll", 1)))
     usual = bench.cost
@@ -404,13 +435,20 @@ def test_quick_tries_little_and_a_full_run_does_it_again(places):
 
 def test_events_say_where_a_run_stands(places):
     events = []
-    bench = Bench(plant(("unroll", 1)))
+    bench = Bench(plant(("unroll", 2)))
     notify = lambda event: events.append(dataclasses.replace(event))  # noqa: E731
     search(bench, layers=SHAPES, ms=(4, 8), notify=notify)
     assert {event.step for event in events} == {"coarse", "near", "fine", "confirm"}
     assert [event.done for event in events] == sorted(event.done for event in events)
     assert {event.done for event in events} == {0, 1, 2, 3}
     assert all(event.total == 4 for event in events)
+    for case in range(4):  # each case's search goes on to its end, by its time
+        parts = [event.part for event in events if event.done == case]
+        assert parts == sorted(parts)
+        assert (parts[0], parts[-1]) == (0, 1)
+        assert len(set(parts)) > 4
+    assert [event.left for event in events] == sorted((e.left for e in events), reverse=True)
+    assert 1e6 - 60 < events[-1].left < events[0].left < 1e6 + 1
     assert events[-1].ratio == pytest.approx(0.8)
     assert "direct" in events[-1].best
 
@@ -564,7 +602,7 @@ def test_sglangs_files_have_its_name_and_its_six_keys(places, tmp_path):
     cases: dict[str, dict] = {}
     outcome = sglang_files.search(measure, SHAPES[:1], (4, 64), cases, budget=1e6)
     assert (outcome.ended, len(cases)) == ("done", 2)
-    (file,) = sglang_files.write(tmp_path, cases, "NVIDIA GeForce RTX 5090")
+    (file,) = sglang_files.write(tmp_path, cases.values(), "NVIDIA GeForce RTX 5090")
     assert file.name == (
         "N=2112,K=7168,device_name=NVIDIA_GeForce_RTX_5090,dtype=fp8_w8a8,"
         "block_shape=[128, 128].json"
@@ -573,6 +611,32 @@ def test_sglangs_files_have_its_name_and_its_six_keys(places, tmp_path):
     assert written == {"4": best.as_dict(), "64": sglang_files.DEFAULT}
     assert set(written["4"]) == set(sglang_files.KEYS)
     assert sglang_files.search(measure, SHAPES[:1], (4, 64), cases, budget=0).ended == "done"
+
+
+def test_a_search_of_stock_that_the_clock_cut_short_is_done_again():
+    clock, events = Clock(), []
+
+    def measure(shape, m, contenders, *, rounds, graph_us, fresh=False):
+        clock.now += len(contenders)
+        return [Timing(100.0, 1e-3) for _ in contenders]
+
+    def run(budget):
+        events.clear()
+        notify = lambda event: events.append(dataclasses.replace(event))  # noqa: E731
+        return sglang_files.search(
+            measure, SHAPES[:1], (4,), cases, budget=budget, clock=clock, notify=notify
+        )
+
+    cases: dict[str, dict] = {}
+    assert run(20.0).ended == "budget"
+    assert [case["effort"] for case in cases.values()] == ["cut"]
+    assert events[-1].part < 1
+    assert run(1e6).ended == "done"
+    assert [case["effort"] for case in cases.values()] == ["full"]
+    assert [event.part for event in events] == sorted({event.part for event in events})
+    assert events[-1].part == 1
+    before = clock.now
+    assert (run(1e6).ended, clock.now) == ("done", before)
 
 
 def test_a_failing_case_of_stock_and_ctrl_c_keep_what_is_done():
@@ -647,6 +711,7 @@ def test_what_is_timed_is_what_is_served(monkeypatch, real, stand_in):
     pytest.importorskip("triton")
     from sglang_kt_sm120 import bench as timing
     from sglang_kt_sm120 import op
+    from sglang_kt_sm120.backends import cutlass
     from sglang_kt_sm120.backends import triton as backend
     from sglang_kt_sm120.tune import gpu
 
@@ -669,17 +734,30 @@ def test_what_is_timed_is_what_is_served(monkeypatch, real, stand_in):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: real)
     monkeypatch.setattr(op, "counters_for", lambda n, k, where: torch.ones(8, 640))
     known = limits.Known(("sglang_jit",), host_default="sglang_jit")
-    monkeypatch.setattr(op, "prove_cutlass", lambda *a, every: known)
+    proofs = []
+    monkeypatch.setattr(
+        op, "prove_cutlass", lambda *a, every: proofs.append(a) or time.sleep(0.05) or known
+    )
+    built = cutlass.libraries.is_installed
+    monkeypatch.setattr(
+        cutlass.libraries, "is_installed", lambda name: name == "sglang_jit" or built(name)
+    )
     monkeypatch.setattr(timing, "make_cases", make_cases)
     monkeypatch.setattr(timing, "time_case", time_case)
     monkeypatch.setattr(backend, "plan", lambda config, n, k, **o: planned.append((config, o)))
-    bench = gpu.GpuBench(0, torch.bfloat16)
+    said: list[str] = []
+    bench = gpu.GpuBench(0, torch.bfloat16, said.append)
     assert gpu.is_stand_in(0) == stand_in
     (old,) = bench.defaults(SHAPES[1], 4)
     assert old.config == heuristic.config_for(heuristic.Case(4, 4096, 7168), given)
     assert bench.others(SHAPES[1], 4) == ([] if stand_in else [CUTLASS])
     ours = Contender("triton", heuristic.config_for(heuristic.Case(4096, 4096, 7168), given))
     assert bench.defaults(SHAPES[1], 4096) == ([ours] if stand_in else [CUTLASS, ours])
+    assert len(proofs) == len(said) == (0 if stand_in else 1)
+    assert (0.05 <= bench.waited < 5) is not stand_in  # the probes' time, for the budget
+    bench.others(shapes.Linear("another", 7168, 2048), 4)
+    assert len(proofs) == (0 if stand_in else 2)
+    assert len(said) == (0 if stand_in else 1)
     for m, arch in ((4, "sm120"), (16, "sm120"), (64, None), (1024, None)):
         old = bench.defaults(SHAPES[1], m)[-1]
         (timed,) = bench.time(SHAPES[1], m, [old], rounds=3, graph_us=500.0)
@@ -706,7 +784,7 @@ def card(monkeypatch):
     from sglang_kt_sm120 import bench as timing
     from sglang_kt_sm120.tune import compiling, gpu
 
-    made = SimpleNamespace(bench=Bench(plant(("unroll", 1), cutlass=50.0), others=[CUTLASS]))
+    made = SimpleNamespace(bench=Bench(plant(("block_n", 32), cutlass=50.0), others=[CUTLASS]))
     made.bench.device, made.bench.index, made.bench.pdl = DEVICE, 0, True
     made.stand_in = False
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -714,7 +792,7 @@ def card(monkeypatch):
     monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
     monkeypatch.setattr(gpu, "is_stand_in", lambda index: made.stand_in)
     monkeypatch.setattr(gpu, "real_capability", lambda index: (12, 0))
-    monkeypatch.setattr(gpu, "GpuBench", lambda index, dtype: made.bench)
+    monkeypatch.setattr(gpu, "GpuBench", lambda index, dtype, say: made.bench)
     monkeypatch.setattr(timing, "environment", lambda: {"gpu": RTX, "triton": "3.6.0"})
 
     class Compilers(Builds):
@@ -813,6 +891,29 @@ def test_the_command_says_what_is_wrong(card, places, monkeypatch, tmp_path):
     monkeypatch.delenv(env.BACKEND.name)
     text = " ".join(command("--export-sglang", str(tmp_path), code=1).stderr.split())
     assert "no sglang imports here" in text
+
+
+def test_sglangs_files_are_of_what_was_asked_for(card, places, tmp_path, monkeypatch):
+    """The state holds another layer, and another M of this one, from earlier runs."""
+    from sglang_kt_sm120 import host
+
+    monkeypatch.setattr(host, "linear_functions", lambda: {"stock": (None, "fp32")})
+    card.bench.cost = lambda *_: 100.0
+
+    def export(shape, m):
+        arguments = ("--shape", shape, "--m", m, "--export-sglang", str(tmp_path), "--json")
+        return json.loads(command(*arguments).stdout)
+
+    export("4096,7168", "4")
+    export("2112,7168", "64")
+    for file in tmp_path.glob("N=*.json"):
+        file.unlink()
+    answer = export("2112,7168", "4")
+    assert [(case["n"], case["m"]) for case in answer["cases"]] == [(2112, 4)]
+    assert answer["of"] == 1
+    (file,) = answer["files"]
+    assert [str(path) for path in tmp_path.glob("N=*.json")] == [file]
+    assert json.loads(Path(file).read_text()).keys() == {"4", "64"}  # what a layer's file may hold
 
 
 def test_a_stand_ins_table_is_marked_and_not_shared(card, places, tmp_path):

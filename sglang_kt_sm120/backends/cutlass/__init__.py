@@ -156,12 +156,17 @@ def _load(name: str) -> str | None:
         except Exception as error:  # a library may break on import in any way
             return proof.describe(error)
         kernel = limits.BY_NAME[name]
-        if "nvcc" in kernel.needs:
+        if is_built_at_use(name):
             logger.info(
                 "sglang-kt-sm120: trying %s; where it is not built yet, nvcc now takes minutes.",
                 kernel.title,
             )
     return None
+
+
+def is_built_at_use(name: str) -> bool:
+    """True where this kernel is in this environment and its first call may have to compile it."""
+    return "nvcc" in limits.BY_NAME[name].needs and libraries.is_installed(name)
 
 
 def run(x, weight, weight_scale, x_scale, out_dtype, config, counters, *, arch=None, pdl=False):
