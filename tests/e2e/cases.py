@@ -5,6 +5,8 @@ from __future__ import annotations
 from tests.e2e.runs import Case
 
 MLA, QWEN = "deepseek_v3", "qwen3"
+#: The same model as `MLA` in bf16, without any block-FP8 layer.
+MLA_BF16 = f"{MLA}_bf16"
 TRTLLM_VARIABLE = (("SGLANG_ENABLE_FLASHINFER_FP8_GEMM", "1"),)
 
 
@@ -16,6 +18,7 @@ COMPILE = (("enable_torch_compile", True), ("torch_compile_max_bs", 8))
 #: Compiled with fullgraph=True, cut at attention, captured per number of tokens; some of them.
 PIECEWISE = (("enable_piecewise_cuda_graph", True), ("piecewise_cuda_graph_max_tokens", 512))
 EAGER = (("disable_cuda_graph", True),)
+DETERMINISTIC = (("enable_deterministic_inference", True),)
 #: sglang 0.5.17 captures prefill too, by default; fewer sizes of it than by default.
 NEWER, FEWER = "sglang-0.5.17", (("cuda_graph_max_bs_prefill", 512),)
 NO_GRAPHS = (("cuda_graph_backend_decode", "disabled"), ("cuda_graph_backend_prefill", "disabled"))
@@ -66,6 +69,15 @@ def _cases():
         name = f"{NEWER}-{kind}"
         yield Case(f"{name}-default", NEWER, kind, flags=FEWER)
         yield Case(f"{name}-eager", NEWER, kind, flags=NO_GRAPHS)
+    kt = f"kt-0.6.1-{QWEN}"
+    yield Case(f"{kt}-deterministic", "kt-0.6.1", QWEN, flags=DETERMINISTIC)
+    yield Case(f"{kt}-deterministic-eager", "kt-0.6.1", QWEN, flags=DETERMINISTIC + EAGER)
+    # Without decode graphs, which would crash first.
+    bare = {"plugin": False, "environment": BARE}
+    alone = f"{kt}-auto-piecewise-alone-without"
+    yield Case(alone, "kt-0.6.1", QWEN, flags=PIECEWISE + EAGER, **bare)
+    # What the host's compiler does to this model where no layer is block-FP8.
+    yield Case(f"kt-0.6.1-{MLA_BF16}-compiled-without", "kt-0.6.1", MLA_BF16, flags=COMPILE, **bare)
     # The real server over HTTP.
     for host in ("kt-0.6.1", "kt-0.7.2", "installed"):
         yield Case(f"{host}-{MLA}-server", host, MLA, server=True)

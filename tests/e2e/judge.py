@@ -20,6 +20,17 @@ def calls(record: dict, **wanted) -> int:
     )
 
 
+def ours(record: dict) -> list[dict]:
+    """Return the counted calls of our Triton backend."""
+    rows = [row for process in record["processes"] for row in process["calls"]]
+    return [row for row in rows if (row["by"], row["name"]) == ("plugin", "triton")]
+
+
+def captured(record: dict) -> set[int]:
+    """Return the numbers of rows that our Triton backend was captured with."""
+    return {row["m"] for row in ours(record) if row["capturing"]}
+
+
 def stock_calls(record: dict) -> list[dict]:
     """Return what sglang's own linear functions served that the plugin should have."""
     rows = [row for process in record["processes"] for row in process["calls"]]

@@ -10,12 +10,18 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from tests.e2e import compare
+from tests.e2e import compare, runs
 
 
 def read(folder: Path) -> dict[str, dict]:
-    records = (json.loads(file.read_text()) for file in sorted(folder.glob("*.record")))
-    return {record["case"]["name"]: record for record in records}
+    """Return case name -> record; telling lines are picked anew from a log that lies beside it."""
+    records = {}
+    for file in sorted(folder.glob("*.record")):
+        record = json.loads(file.read_text())
+        if file.with_suffix(".log").exists():
+            record["lines"] = runs.telling(runs.log_text(file.with_suffix(".log")))
+        records[record["case"]["name"]] = record
+    return records
 
 
 def multiplied_by(record: dict) -> str:

@@ -52,8 +52,9 @@ TEST_FLAGS = {
     "log_level": "info",
 }
 TELLING = re.compile(
-    r"sglang-kt-sm120|[Cc]apture .*[Gg]raph|[Pp]iecewise|BackendSupportedError|DeepGEMM JIT"
-    r"|ENGINE |fired up|hit an exception|KV Cache is allocated|Load weight end|Traceback|Error:"
+    r"sglang-kt-sm120|[Cc]apture .*[Gg]raph|[Pp]iecewise|prefill CUDA graph|DeepGEMM JIT"
+    r"|BackendSupportedError|[Dd]eterministic|ENGINE |fired up|hit an exception"
+    r"|KV Cache is allocated|Load weight end|Traceback|Error:"
 )
 DIED = re.compile(r"Scheduler hit an exception|Received sigquit from a child process")
 SECONDS = float(os.environ.get("E2E_SECONDS", "300"))
@@ -179,7 +180,7 @@ def run(case: Case, port: int) -> dict:
         ended = ended or _wait(process, log, start)
     finally:
         _stop(process)
-    text = log.read_text(errors="replace").replace("\r", "\n")
+    text = log_text(log)
     record = {
         "case": dataclasses.asdict(case),
         "facts": facts(python),
@@ -189,15 +190,22 @@ def run(case: Case, port: int) -> dict:
         "seconds": round(time.time() - start, 1),
         **(json.loads(answers.read_text()) if answers.exists() else {"answers": []}),
         "processes": [json.loads(file.read_text()) for file in folder.glob("*.json")],
-        "lines": [line[:400] for line in text.splitlines() if telling(line)][:60],
+        "lines": telling(text),
         "traceback": traceback(text),
     }
     (output() / f"{case.name}.record").write_text(json.dumps(record))
     return record
 
 
-def telling(line: str) -> bool:
-    return "server_args=" not in line and TELLING.search(line) is not None
+def log_text(log: Path) -> str:
+    """Return a log; progress bars end their lines with a carriage return."""
+    return log.read_text(errors="replace").replace("\r", "\n")
+
+
+def telling(text: str) -> list[str]:
+    """Return the lines of a log that tests and tables look at."""
+    lines = (line for line in text.splitlines() if "server_args=" not in line)
+    return [line[:400] for line in lines if TELLING.search(line)][:60]
 
 
 def _wait(process: subprocess.Popen, log: Path, start: float) -> str:
@@ -252,4 +260,4 @@ def traceback(text: str) -> list[str]:
     for index, line in enumerate(lines[1:], 1):
         if line and not line.startswith(" ") and re.match(r"[\w.]+(Error|Exception|Exit)\b", line):
             return lines[: index + 2]
-    return lines[:80]
+    return lines[:160]  # torch.compile's errors are named otherwise, and tell more below

@@ -71,11 +71,13 @@ DEEPSEEK_V3 = COMMON | {
     "num_nextn_predict_layers": 0,
     "rope_theta": 10000.0,
 }
-CONFIGS = {"qwen3": QWEN3, "deepseek_v3": DEEPSEEK_V3}
+#: The same model where no layer is block-FP8.
+DEEPSEEK_V3_BF16 = {key: DEEPSEEK_V3[key] for key in DEEPSEEK_V3 if key != "quantization_config"}
+CONFIGS = {"qwen3": QWEN3, "deepseek_v3": DEEPSEEK_V3, "deepseek_v3_bf16": DEEPSEEK_V3_BF16}
 
 
-def fp8_linears(config: dict) -> dict[str, tuple[int, int]]:
-    """Return name -> (N, K) of every block-FP8 weight of the checkpoint."""
+def linears(config: dict) -> dict[str, tuple[int, int]]:
+    """Return name -> (N, K) of every weight that the published checkpoint has in block-FP8."""
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     shapes: dict[str, tuple[int, int]] = {}
 
@@ -122,7 +124,7 @@ def quantise_weight(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def write(kind: str, folder: str | Path, seed: int = 0) -> Path:
-    """Write checkpoint `kind` ("qwen3" or "deepseek_v3") into `folder`; return the folder."""
+    """Write checkpoint `kind`, one of `CONFIGS`, into `folder`; return the folder."""
     from safetensors.torch import save_file
 
     config, folder = CONFIGS[kind], Path(folder)
@@ -136,9 +138,13 @@ def write(kind: str, folder: str | Path, seed: int = 0) -> Path:
     def ones(name: str, width: int) -> None:
         tensors[f"{name}.weight"] = torch.ones(width, dtype=torch.bfloat16)
 
-    for name, (n, k) in fp8_linears(config).items():
+    for name, (n, k) in linears(config).items():
         gain = BRANCH if name.endswith((".o_proj", ".down_proj")) else 1.0
-        codes, scale = quantise_weight(random(n, k, scale=gain * k**-0.5))
+        weight = random(n, k, scale=gain * k**-0.5)
+        if "quantization_config" not in config:
+            tensors[f"{name}.weight"] = weight.bfloat16()
+            continue
+        codes, scale = quantise_weight(weight)
         tensors[f"{name}.weight"], tensors[f"{name}.weight_scale_inv"] = codes, scale
     tensors["model.embed_tokens.weight"] = random(vocabulary, hidden).bfloat16()
     tensors["lm_head.weight"] = random(vocabulary, hidden, scale=hidden**-0.5).bfloat16()

@@ -5,8 +5,9 @@ FlashInfer's backend check, and to nothing else: were the whole process told 12.
 JIT kernels would be built for sm_120a and not load. The plugin has its own variable for that.
 
 `E2E_LAUNCH_LOG=FOLDER` counts, per process, what multiplied block-FP8 weights: calls of the
-plugin's backends (with the Triton `arch` they were given and the M they served), calls of sglang's
-own linear functions, and launches of Triton kernels by name. FOLDER/PID.json holds the counts.
+plugin's backends (with the Triton `arch` they were given, M, N, K, and into how many ranges they
+split K), calls of sglang's own linear functions, and launches of Triton kernels by name.
+FOLDER/PID.json holds the counts.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class LaunchLog:
         @functools.wraps(function)
         def wrapper(*args, **kwargs):
             x = kwargs["input"] if "input" in kwargs else args[0]
-            self.calls[kind, name, "", x.shape[:-1].numel(), self.capturing()] += 1
+            self.calls[kind, name, "", x.shape[:-1].numel(), self.capturing(), None, None, 0] += 1
             return function(*args, **kwargs)
 
         return wrapper
@@ -77,20 +78,23 @@ class LaunchLog:
         one = "plan" if hasattr(module, "plan") else "run"
         original = getattr(module, one)
 
-        def count(x, arch):
-            self.calls["plugin", module.NAME, arch or "", x.shape[0], self.capturing()] += 1
+        def count(x, arch, n, k, config):
+            ranges = max(getattr(config, "splits", 0), getattr(config, "split_order", 0))
+            row = ("plugin", module.NAME, arch or "", x.shape[0], self.capturing(), n, k, ranges)
+            self.calls[row] += 1
 
         @functools.wraps(original)
-        def run(x, *args, arch=None, **options):
-            count(x, arch)
-            return original(x, *args, arch=arch, **options)
+        def run(x, weight, weight_scale, x_scale, out_dtype, config, *args, arch=None, **options):
+            count(x, arch, *weight.shape, config)
+            rest = (weight, weight_scale, x_scale, out_dtype, config, *args)
+            return original(x, *rest, arch=arch, **options)
 
         @functools.wraps(original)
-        def plan(*args, arch=None, **options):
-            call = original(*args, arch=arch, **options)
+        def plan(config, n, k, *args, arch=None, **options):
+            call = original(config, n, k, *args, arch=arch, **options)
 
             def counted(x, *rest):
-                count(x, arch)
+                count(x, arch, n, k, config)
                 return call(x, *rest)
 
             return counted
@@ -127,7 +131,7 @@ class LaunchLog:
             self.write()
 
     def write(self) -> None:
-        keys = ("by", "name", "arch", "m", "capturing")
+        keys = ("by", "name", "arch", "m", "capturing", "n", "k", "ranges")
         calls = [dict(zip(keys, key, strict=True), count=n) for key, n in list(self.calls.items())]
         text = json.dumps({"calls": calls, "kernels": dict(self.kernels), "dynamo": self.dynamo()})
         if (calls or self.kernels) and text != self.written:
