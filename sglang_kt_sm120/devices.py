@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import re
 
 from sglang_kt_sm120 import env, select
 
@@ -22,9 +23,15 @@ class Gpu:
     Sources: NVIDIA's RTX Blackwell PRO whitepaper (188 SMs, 128 MB L2, 1792 GB/s for all three RTX
     PRO 6000 editions), the GeForce RTX 5090 data sheet (170 SMs, 96 MB, 1792 GB/s), and the DGX
     Spark data sheet (273 GB/s) with vLLM pull request 55180 (GB10: 48 SMs, 24 MiB L2).
+
+    Attributes:
+        pattern: What a person calls it.
+        names: A regular expression of every name of this card, whole: a "Laptop GPU" or an edition
+            with other memory ("RTX 5090 D v2") is another card.
     """
 
     pattern: str
+    names: str
     gpu_class: str
     capability: tuple[int, int]
     sm_count: int
@@ -33,10 +40,16 @@ class Gpu:
 
 
 GPUS = (
-    Gpu("RTX PRO 6000", "rtx_pro", (12, 0), 188, 128 << 20, 1792.0),
-    Gpu("RTX 5090", "geforce", (12, 0), 170, 96 << 20, 1792.0),
-    Gpu("GB10", "gb10", (12, 1), 48, 24 << 20, 273.0),
-)
+    Gpu(
+        "RTX PRO 6000",
+        r"RTX PRO 6000( Blackwell)?( Server| Workstation| Max-Q Workstation)?( Edition)?",
+        "rtx_pro", (12, 0), 188, 128 << 20, 1792.0,
+    ),
+    Gpu("RTX 5090", r"(GeForce )?RTX 5090", "geforce", (12, 0), 170, 96 << 20, 1792.0),
+    Gpu("GB10", r"GB10", "gb10", (12, 1), 48, 24 << 20, 273.0),
+)  # fmt: skip
+#: Words of a name that say what kind of GPU it is, whatever the card.
+CLASSES = {"geforce": "geforce", "rtx pro": "rtx_pro"}
 
 
 def describe(name: str, **measured) -> select.Device:
@@ -47,24 +60,28 @@ def describe(name: str, **measured) -> select.Device:
         **measured: Fields of `select.Device` read from the device itself.
 
     Raises:
-        ValueError: The name is not in `GPUS` and nothing was measured.
+        ValueError: The name is none of `GPUS` and nothing was measured.
     """
-    lowered = name.lower()
-    gpu = next((gpu for gpu in GPUS if gpu.pattern.lower() in lowered), None)
+    gpu = next((gpu for gpu in GPUS if _is_called(gpu, name)), None)
     if gpu is None and "sm_count" not in measured:
         known = ", ".join(repr(gpu.pattern) for gpu in GPUS)
-        raise ValueError(f"unknown GPU {name!r}; the names known without the card hold {known}")
+        raise ValueError(f"unknown GPU {name!r}; known without the card: {known} and its editions")
     facts = {}
     if gpu is not None:
         facts = {
-            f.name: getattr(gpu, f.name) for f in dataclasses.fields(gpu) if f.name != "pattern"
+            f.name: getattr(gpu, f.name)
+            for f in dataclasses.fields(gpu)
+            if f.name not in ("pattern", "names")
         }
-    elif "geforce" in lowered:
-        facts = {"gpu_class": "geforce"}
-    elif "rtx pro" in lowered:
-        facts = {"gpu_class": "rtx_pro"}
+    else:
+        classes = (kind for words, kind in CLASSES.items() if words in name.lower())
+        facts = {"gpu_class": next(classes, "other")}
     facts |= measured
     return select.Device(name=name, mma=_mma(facts.get("gpu_class", "other")), **facts)
+
+
+def _is_called(gpu: Gpu, name: str) -> bool:
+    return re.fullmatch(f"(NVIDIA )?({gpu.names})", name.strip(), re.IGNORECASE) is not None
 
 
 def _mma(gpu_class: str) -> str:

@@ -34,6 +34,36 @@ def test_one_table_of_limits_knows_every_edition(name):
     assert device.mma == ("block_scale" if "GeForce" in name else "plain")
 
 
+@pytest.mark.parametrize(
+    ("name", "gpu_class", "bandwidth"),
+    [(name, None, None) for name in NAMES]
+    + [
+        ("RTX PRO 6000", "rtx_pro", 1792.0),
+        ("rtx 5090", "geforce", 1792.0),
+        ("GB10", "gb10", 273.0),
+        ("NVIDIA GeForce RTX 5090 D v2", "geforce", 0.0),  # 1344 GB/s
+        ("NVIDIA GeForce RTX 5090 D", "geforce", 0.0),
+        ("NVIDIA GeForce RTX 5090 Laptop GPU", "geforce", 0.0),
+        ("NVIDIA RTX PRO 6000 Blackwell DC-4-96Q", "rtx_pro", 0.0),
+        ("NVIDIA RTX PRO 4500 Blackwell", "rtx_pro", 0.0),
+        ("NVIDIA GB100", "other", 0.0),
+        ("NVIDIA H200", "other", 0.0),
+    ],
+)
+def test_data_sheet_facts_are_of_the_very_card(name, gpu_class, bandwidth):
+    """Another card whose name begins alike has its own memory: unknown, not that of its kin."""
+    seen = devices.describe(name, sm_count=170, capability=(12, 0))
+    if bandwidth is None:
+        assert seen.bandwidth_gbs == devices.describe(name).bandwidth_gbs > 0
+        return
+    assert (seen.gpu_class, seen.bandwidth_gbs) == (gpu_class, bandwidth)
+    if bandwidth:
+        assert devices.describe(name).bandwidth_gbs == bandwidth
+    else:
+        with pytest.raises(ValueError, match="unknown GPU"):
+            devices.describe(name)
+
+
 def test_what_the_device_says_wins_over_the_table():
     device = devices.describe(NAMES[0], sm_count=160, capability=(12, 0))
     assert device.sm_count == 160

@@ -134,6 +134,17 @@ def test_a_class_is_sm_count_memory_and_capability():
     assert store.relation(dataclasses.replace(written, gpu=unknown), other) is None
 
 
+def test_the_laptop_and_the_cut_down_card_take_no_table_of_the_full_one():
+    measured = {"sm_count": 170, "capability": (12, 0)}
+    full = table.parse(json.dumps(make(OTHERS[0])))
+    names = ("NVIDIA GeForce RTX 5090 D v2", "NVIDIA GeForce RTX 5090 Laptop GPU")
+    first, second = (devices.describe(name, **measured) for name in names)
+    assert store.relation(full, first) is store.relation(full, second) is None
+    of_first = dataclasses.replace(full, gpu=store.facts(first))
+    assert store.relation(of_first, second) is None  # unknown is not equal to unknown
+    assert store.relation(of_first, first) == "device table"
+
+
 def test_a_stand_in_serves_no_other_gpu():
     device = devices.describe(SERVER)
     written = make(EDITIONS[1], method={"stand_in": True})
