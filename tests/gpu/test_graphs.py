@@ -12,7 +12,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from sglang_kt_sm120 import cli, devices, graphs, heuristic, op, shapes, warm
+from sglang_kt_sm120 import cli, devices, graphs, heuristic, op, select, shapes, system, warm
 from sglang_kt_sm120.backends import reference
 from sglang_kt_sm120.backends import triton as backend
 from tests.helpers import activation, assert_right
@@ -168,13 +168,21 @@ def test_deterministic_decode_captures_and_replays(compiled):
         op.set_deterministic(False)
 
 
+@pytest.mark.parametrize(("n", "k"), [(2112, 7168), (7168, 2048), (24576, 1536), (4096, 7168)])
 @torch.inference_mode()
-def test_one_kernel_for_fused_decode_two_otherwise():
-    layer = make(TINY[1])
-    for bs, kernels in ((1, 1), (8, 1), (64, 2), (256, 2)):
-        x = activation(bs, 2048, device="cuda")
-        graph, _ = capture(layer, x)
-        assert graphs.kernel_count(graph.replay) == kernels, bs
+def test_one_kernel_for_fused_decode_two_otherwise(n, k, monkeypatch):
+    """DeepSeek-R1's layers: nothing beside the product, and quantisation where it is not fused."""
+    monkeypatch.setattr(op, "_slots", {})  # streams of other tests, which may have taken every row
+    layer = make(shapes.Linear("x", n, k))
+    found, expected = {}, {}
+    for bs in (1, 8, 16, 64, 256):
+        graph, _ = capture(layer, activation(bs, k, device="cuda"))
+        found[bs] = graphs.kernel_count(graph.replay)
+        choice = select.choose(op.problem_of(bs, n, k, torch.bfloat16), devices.device(0))
+        assert choice.backend == "triton"
+        expected[bs] = 1 if choice.config.fused else 2
+    assert found == expected
+    assert set(expected.values()) == {1, 2}
 
 
 @torch.inference_mode()
@@ -254,6 +262,38 @@ def test_what_was_compiled_ahead_is_what_serving_looks_up(tmp_path):
     assert int(run_with_cache(SERVE, tmp_path / "empty")) > 0  # the counter counts
     assert int(run_with_cache(FILL, tmp_path / "filled")) > 0
     assert int(run_with_cache(SERVE, tmp_path / "filled")) == 0
+
+
+READ = """
+import json, os, sys, torch
+from sglang_kt_sm120 import graphs, shapes, warm
+watching, seen = False, []
+def hook(event, arguments):  # it stays for good, hence `watching`, and a process of its own
+    if watching and event in ("open", "ctypes.dlopen", "subprocess.Popen"):
+        seen.append(f"{event} {arguments[0]}")
+sys.addaudithook(hook)
+layer = graphs.Layer(shapes.Linear("x", 2112, 1152), torch.device("cuda", 0))
+warm.layer(layer.linear, layer.weight, layer.scale, torch.bfloat16)
+torch.cuda.synchronize()
+for rows in (1, 5, 8, 13, 16, 31, 64, 70, 300):
+    x = torch.ones(rows, 1152, dtype=torch.bfloat16, device="cuda")
+    with torch.inference_mode(), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        watching = True
+        layer(x)
+        watching = False
+captured = seen.copy()
+watching = True
+open(os.devnull).close()
+watching = False
+print(json.dumps([captured, seen[len(captured):]]))
+"""
+
+
+def test_no_file_is_read_in_capture():
+    """Not even where capture is the first to meet a number of rows, and decides it there."""
+    captured, control = json.loads(run_with_cache(READ, system.triton_cache()))
+    assert control == [f"open {os.devnull}"]  # the hook sees what it should
+    assert captured == []
 
 
 START = """
