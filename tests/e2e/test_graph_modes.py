@@ -70,6 +70,7 @@ def test_served_with_the_tokens_of_eager(name, record):
     assert result["equal"] == result["prompts"], result
 
 
+@pytest.mark.cases(f"{KT}-{QWEN}-eager")
 @pytest.mark.parametrize("name", here(DETERMINISTIC, f"{DETERMINISTIC}-eager"))
 def test_deterministic_inference_has_one_order_of_k(name, record):
     """The flag reaches the scheduler's kernels: how K is split follows from N and K alone."""

@@ -176,7 +176,8 @@ def test_one_kernel_for_fused_decode_two_otherwise(n, k, monkeypatch):
     layer = make(shapes.Linear("x", n, k))
     found, expected = {}, {}
     for bs in (1, 8, 16, 64, 256):
-        graph, _ = capture(layer, activation(bs, k, device="cuda"))
+        x = activation(bs, k, device="cuda")
+        graph, _ = capture(layer, x)
         found[bs] = graphs.kernel_count(graph.replay)
         choice = select.choose(op.problem_of(bs, n, k, torch.bfloat16), devices.device(0))
         assert choice.backend == "triton"
