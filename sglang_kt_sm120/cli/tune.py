@@ -148,6 +148,8 @@ def _run(layers, ms, seconds, dtype, *, quick, fresh, jobs, share, credit, expor
     from sglang_kt_sm120.tune import compiling, engine, gpu, results
 
     bench, head, state, cases = _start(dtype, fresh)
+    if share:  # minutes of timing must not end in an error
+        results.check_sharing(head["method"], head["setting"]["host"], credit)
     builds = compiling.Compilers(
         bench.device, gpu.real_capability(bench.index),
         lambda config: gpu.arch_of_variant(bench.index, config), bench.pdl, dtype, jobs,

@@ -3,7 +3,8 @@
 Order: the user's folder (`SGLANG_KT_SM120_CONFIG_DIR`), then a table that ships with this package
 for this very GPU, then one for its class (SM count, memory bandwidth, capability), else none: the
 heuristic. The first table that says something about an M decides it, also when it says "keep the
-heuristic". Ranks of one host read the same files; several hosts need the same folder's content.
+heuristic"; a row that is refused says nothing. Ranks of one host read the same files; several hosts
+need the same folder's content.
 
 Nothing here raises while serving: a file that cannot be used gives one warning with its name and
 the reason.
@@ -14,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import hashlib
 import json
 import logging
 import os
@@ -100,9 +100,12 @@ def read(file: Path, device=None) -> table.Table:
 
     Raises:
         table.BadTable: What `table.parse` says, or the file cannot be read.
+        FileNotFoundError: There is no such file.
     """
     try:
         text = file.read_text(encoding="utf-8")
+    except (FileNotFoundError, NotADirectoryError):
+        raise FileNotFoundError(file) from None
     except (OSError, UnicodeError) as error:
         raise table.BadTable(f"it cannot be read: {error}") from None
     return table.parse(text, device)
@@ -110,7 +113,8 @@ def read(file: Path, device=None) -> table.Table:
 
 def _refuse(file: Path, reason: object) -> None:
     logger.warning(
-        "sglang-kt-sm120: tuned table %s is not used: %s; the built-in heuristic serves instead.",
+        "sglang-kt-sm120: tuned table %s is not used: %s; the next table decides, or the built-in "
+        "heuristic.",
         file, reason,
     )  # fmt: skip
 
@@ -129,7 +133,9 @@ def trouble(device) -> str | None:
     """Return why the user's table for `device` is not used, in full or in part; None if it is."""
     try:
         file = user_file(device.name)
-        refused = _mine(file, device).table.refused if file.exists() else ()
+        refused = _mine(file, device).table.refused
+    except FileNotFoundError:
+        return None
     except table.BadTable as error:
         return f"{file}: {error}"
     except (OSError, RuntimeError) as error:
@@ -152,9 +158,11 @@ def _tables(user: Path | None, device) -> tuple[Found, ...]:
 def _find(user: Path | None, device) -> list[Found]:
     """Read every table that applies to `device`, in the order in which they are asked."""
     found: list[Found] = []
-    if user is not None and user.exists():
+    if user is not None:
         try:
             found.append(_mine(user, device))
+        except FileNotFoundError:
+            pass
         except table.BadTable as error:
             _refuse(user, error)
     for kind in (DEVICE, CLASS):
@@ -176,10 +184,11 @@ def _announce(found: list[Found], device) -> None:
         for reason in item.table.refused[:1]:
             more = len(item.table.refused) - 1
             logger.warning(
-                "sglang-kt-sm120: tuned table %s: not used for %s%s; the heuristic serves there.",
+                "sglang-kt-sm120: tuned table %s: not used for %s%s; the next table decides "
+                "there, or the heuristic.",
                 item.file, reason, f" (and {more} more)" if more else "",
             )  # fmt: skip
-        digest = hashlib.sha256(item.file.read_bytes()).hexdigest()[:8]
+        digest = item.table.digest
         logger.info("sglang-kt-sm120: %s %s, digest %s", item.kind, item.title(), digest)
     if not found:
         logger.info("sglang-kt-sm120: %s", offer(device.name))
@@ -237,7 +246,8 @@ def lookup(problem, device) -> Answer | None:
 def rows(problem, device) -> list[int]:
     """Return every M that a table holds for the shape of `problem`: what a warm-up has to walk."""
     key = (problem.n, problem.k, problem.dtype)
-    return sorted({row.m for found in tables(device) for row in found.table.shapes.get(key, ())})
+    listed = (row for found in tables(device) for row in found.table.shapes.get(key, ()))
+    return sorted({row.m for row in listed if not row.refused})
 
 
 def triton_configs(device) -> list[Any]:
@@ -253,18 +263,21 @@ def triton_configs(device) -> list[Any]:
 
 
 def differs(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """Return in what two tables differ so that no row of one may stand in the other."""
-    return [key for key in ("schema", "gpu", "kernels", "method") if old.get(key) != new.get(key)]
+    """Return in what two tables differ so that no row of one may stand in the other.
+
+    Not `kernels`: each row is bound to its own, and `table.sound` leaves out the stale ones.
+    """
+    return [key for key in ("schema", "gpu", "method") if old.get(key) != new.get(key)]
 
 
 def merge(old: dict[str, Any] | None, new: dict[str, Any]) -> dict[str, Any]:
     """Return `new` with the rows of `old` that it says nothing about, shapes and Ms in order.
 
-    Rows of another kernel revision, GPU or method are dropped: one table, one truth. Rows that
-    were measured in another environment (driver, versions) stay and say in which.
+    Rows of another GPU or method are dropped: one table, one truth. Rows that were measured in
+    another environment (driver, versions) stay and say in which.
 
     Args:
-        old, new: What `table.sound` returned.
+        old, new: What `table.sound` returned: rows of the kernels that are here now.
     """
     kept: dict[tuple, dict[int, dict]] = {}
     if old is not None and differs(old, new):

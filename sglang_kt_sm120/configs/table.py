@@ -3,11 +3,13 @@
 A table is one JSON object for one GPU:
 
     {"schema": 1, "gpu": {"name", "capability", "sm_count", "bandwidth_gbs", "shared_bytes", ...},
-     "kernels": {"direct": REVISION, ...}, "method": {"stand_in": false, ...},
+     "kernels": {"direct": REVISION, ..., "sglang_jit": "sglang-kt 0.7.2", ...},
+     "method": {"stand_in": false, ...},
      "shapes": [{"n", "k", "dtype", "rows": [{"m", "backend", "config", ...}, ...]}, ...]}
 
 A row whose `backend` is null says that M was tuned and nothing beat the heuristic. `config` is a
-`heuristic.Config` written out for "triton", and what names the host's kernel for "cutlass". Other
+`heuristic.Config` written out for "triton"; for "cutlass" it is {"kernel": name of limits.py}, or
+null for any of them. A row is bound to the revision, or the library's version, of its kernel. Other
 keys (times, versions, proof) are for people and are not read here.
 """
 
@@ -17,11 +19,11 @@ import dataclasses
 import functools
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from sglang_kt_sm120 import heuristic
+from sglang_kt_sm120 import heuristic, limits
 
 SCHEMA = 1
 BACKENDS = ("triton", "cutlass")
@@ -34,6 +36,7 @@ PREFILL = 0
 REACH = 4
 #: The largest M of a row: a load walks all Ms up to five times the largest (see variants.rows).
 MAX_M = 16384
+MAX_CREDIT = 80
 _TOO_LARGE = f"rows end at M={MAX_M}"
 KERNELS = Path(__file__).parent.parent / "kernels"
 #: What each kernel is made of besides its own file: a change in any of them voids its entries.
@@ -78,12 +81,14 @@ class Row:
     Attributes:
         m: Rows of the activation.
         backend: "triton", "cutlass", or None: nothing beat the heuristic.
-        config: `heuristic.Config` for "triton"; for "cutlass" a dict as its backend wrote it.
+        config: `heuristic.Config` for "triton"; for "cutlass" {"kernel": name}, or None: any.
+        refused: It cannot serve here: for the Ms that it would decide this table says nothing.
     """
 
     m: int
     backend: str | None
     config: Any = None
+    refused: bool = False
 
 
 @dataclass(frozen=True)
@@ -96,6 +101,7 @@ class Table:
         refused: What of it is not used, a text each.
         stand_in: Measured through another GPU's lowering: only for the very GPU that it names.
         credit: Who shared it.
+        digest: Of its text.
     """
 
     gpu: dict[str, Any]
@@ -103,6 +109,7 @@ class Table:
     refused: tuple[str, ...] = ()
     stand_in: bool = False
     credit: str = ""
+    digest: str = ""
 
     def row(self, m: int, n: int, k: int, dtype: str) -> Row | None:
         """Return the row that decides `m`, or None where this table has nothing to say.
@@ -110,16 +117,16 @@ class Table:
         It is the smallest tuned M that is not below `m`: a tile made for at least as many rows. It
         must be of the same `row_class`, since the next class has other tiles, and not more than
         `REACH` times `m`. Above the largest tuned M that one decides, up to `REACH` times it, if
-        both are prefill.
+        both are prefill. Where that row is refused, the next table is to be asked.
         """
         rows = self.shapes.get((n, k, dtype), ())
-        for row in rows:
-            if row.m >= m:
-                alike = row_class(row.m) == row_class(m) and row.m <= REACH * m
-                return row if alike else None
-        if rows and rows[-1].m > DECODE_M and m <= REACH * rows[-1].m:
-            return rows[-1]
-        return None
+        row = next((row for row in rows if row.m >= m), None)
+        if row is not None:
+            decides = row_class(row.m) == row_class(m) and row.m <= REACH * m
+        elif rows:
+            row = rows[-1]
+            decides = row.m > DECODE_M and m <= REACH * row.m
+        return row if row is not None and decides and not row.refused else None
 
 
 @functools.cache
@@ -132,8 +139,8 @@ def revision(kernel: str) -> str:
 
 
 def revisions() -> dict[str, str]:
-    """Return the revision of every kernel, as a table records them."""
-    return {kernel: revision(kernel) for kernel in SOURCES}
+    """Return what a table records of kernels: revisions of ours, versions of the host's here."""
+    return {kernel: revision(kernel) for kernel in SOURCES} | limits.versions()
 
 
 def shared_bytes(config: heuristic.Config) -> int:
@@ -154,13 +161,14 @@ def parse(text: str, device=None) -> Table:
     Args:
         text: The file's content.
         device: The `select.Device` that it shall serve, for the limits of shared memory and of
-            its instructions; None checks against the GPU that the table names.
+            its instructions and the versions of the host's libraries; None checks against the GPU
+            that the table names.
 
     Raises:
         BadTable: Not JSON, another schema, a missing key, a value of the wrong kind, or Ms that do
             not rise. A row that merely cannot serve here (kernel changed, too much shared memory,
-            a value out of range) leaves its M to the heuristic and is listed in `refused`; one
-            above `MAX_M` is as if it were not there, and listed too.
+            a value out of range) is refused, its M is left to the next table, and `refused` lists
+            it; one above `MAX_M` is as if it were not there, and listed too.
     """
     if not text.strip():
         raise BadTable("it is empty")
@@ -169,7 +177,7 @@ def parse(text: str, device=None) -> Table:
     except (ValueError, RecursionError) as error:
         raise BadTable(f"it is no JSON (cut off?): {error}") from None
     try:
-        return _table(data, device)
+        return replace(_table(data, device), digest=hashlib.sha256(text.encode()).hexdigest()[:8])
     except KeyError as error:
         raise BadTable(f"it has no {error}") from None
     except (TypeError, AttributeError) as error:
@@ -186,7 +194,9 @@ def _table(data: dict, device) -> Table:
     ):  # fmt: skip
         if not isinstance(gpu[key], kind):
             raise BadTable(f"gpu.{key} is {gpu[key]!r}")
-    limit = device.shared_bytes if device is not None else gpu["shared_bytes"]
+    if not gpu["name"].isprintable():  # it goes to a server's log
+        raise BadTable(f"gpu.name is {gpu['name']!r}")
+    place = _Place(data["kernels"], gpu, device, None if device is None else limits.versions())
     shapes: dict[tuple[int, int, str], tuple[Row, ...]] = {}
     refused: list[str] = []
     for shape in data["shapes"]:
@@ -203,15 +213,24 @@ def _table(data: dict, device) -> Table:
                 refused.append(f"N={n} K={k} M={m}: {_TOO_LARGE}")
                 continue
             try:
-                rows.append(_row(row, k, data["kernels"], limit, device))
+                rows.append(_row(row, n, k, place))
             except BadTable as error:
                 refused.append(f"N={n} K={k} M={m}: {error}")
-                rows.append(Row(m, None))
+                rows.append(Row(m, None, refused=True))
         shapes[n, k, dtype] = tuple(rows)
     method = data.get("method", {})
     return Table(
-        gpu, shapes, tuple(refused), bool(method.get("stand_in")), str(data.get("shared_by", ""))
+        gpu, shapes, tuple(refused), bool(method.get("stand_in")), credit(data.get("shared_by", ""))
     )
+
+
+def credit(text: Any) -> str:
+    """Return who shared a table, as logs and `explain` name them; BadTable where it is no name."""
+    if not isinstance(text, str) or not text.isprintable() or len(text) > MAX_CREDIT:
+        raise BadTable(
+            f"shared_by is {text!r:.120}: no name on one line of {MAX_CREDIT} characters"
+        )
+    return text.strip()
 
 
 def sound(data: Any) -> tuple[dict[str, Any] | None, list[str]]:
@@ -221,8 +240,9 @@ def sound(data: Any) -> tuple[dict[str, Any] | None, list[str]]:
     rising M; of an M that comes twice the last one is kept. None where there are no rows to find.
     """
     try:
-        listed, kernels = list(data["shapes"]), data["kernels"]
-        limit = data["gpu"]["shared_bytes"]
+        listed = list(data["shapes"])
+        place = _Place(data["kernels"], data["gpu"], None, limits.versions())
+        _ = place.limit, place.capability
     except _MALFORMED as error:
         return None, [f"it is no table ({type(error).__name__}: {error})"]
     kept: dict[tuple[int, int, str], dict[int, dict]] = {}
@@ -239,7 +259,7 @@ def sound(data: Any) -> tuple[dict[str, Any] | None, list[str]]:
                 m = row["m"]
                 if not _positive(m) or m > MAX_M:
                     raise BadTable(_TOO_LARGE if _positive(m) else "no M")
-                _row(row, k, kernels, limit, None)
+                _row(row, n, k, place)
                 kept.setdefault(name, {})[m] = row
             except _MALFORMED as error:
                 m = row.get("m") if isinstance(row, dict) else row
@@ -267,27 +287,66 @@ def _positive(value) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
-def _row(row: dict, k: int, kernels: dict, limit: int, device) -> Row:
-    backend, config = row["backend"], row["config"]
+@dataclass(frozen=True)
+class _Place:
+    """What a table's rows are checked against.
+
+    Attributes:
+        kernels: As the table records them.
+        gpu: As the table has it.
+        device: The `select.Device` to serve, or None: the GPU of the table.
+        versions: The host's libraries that are here, or None: any version that is recorded.
+    """
+
+    kernels: dict[str, str]
+    gpu: dict[str, Any]
+    device: Any
+    versions: dict[str, str] | None
+
+    @property
+    def limit(self) -> int:
+        return self.gpu["shared_bytes"] if self.device is None else self.device.shared_bytes
+
+    @property
+    def capability(self) -> tuple[int, int]:
+        if self.device is not None:
+            return self.device.capability
+        major, _, minor = self.gpu["capability"].partition(".")
+        if not (major.isdigit() and minor.isdigit()):
+            raise BadTable(f"gpu.capability is {self.gpu['capability']!r}")
+        return int(major), int(minor)
+
+    def changed(self, kernel: str) -> bool:
+        """True where a kernel of ours is another than when the table was made."""
+        return self.kernels.get(kernel) != revision(kernel)
+
+
+def _row(row: dict, n: int, k: int, place: _Place) -> Row:
+    backend, config, device = row["backend"], row["config"], place.device
     if backend is None:
+        if any(map(place.changed, SOURCES)):
+            raise BadTable("a kernel has changed since none beat the heuristic; tune again")
         return Row(row["m"], None)
     if backend not in BACKENDS:
         raise BadTable(f"backend {backend!r} is none of {', '.join(BACKENDS)}")
     if backend == "cutlass":
-        if config is not None and not isinstance(config, dict):
-            raise BadTable(f"configuration {config!r}")
+        why = limits.unusable(config, n, k, place.capability, place.kernels, place.versions)
+        if why:
+            raise BadTable(why)
         return Row(row["m"], backend, config)
     made = config_from(config)
     check(made, row["m"], k)
     recorded = row.get("shared_bytes", 0)
     needs = max(shared_bytes(made), recorded if isinstance(recorded, int) else 0)
-    if needs > limit:
-        raise BadTable(f"needs {needs} bytes of shared memory, this GPU has {limit} per block")
+    if needs > place.limit:
+        raise BadTable(
+            f"needs {needs} bytes of shared memory, this GPU has {place.limit} per block"
+        )
     if device is not None and made.unit_scaled and device.mma != "block_scale":
         raise BadTable("a block-scaled configuration, and this GPU takes plain FP8")
     if made.block_m < getattr(device, "tokens", 0):
         raise BadTable(f"this Triton has no product with {made.block_m} tokens")
-    if kernels.get(made.kernel) != revision(made.kernel):
+    if place.changed(made.kernel):
         raise BadTable(f"the {made.kernel} kernel has changed since it was tuned; tune again")
     return Row(row["m"], backend, made)
 

@@ -175,14 +175,33 @@ def _earlier(file: Path, new: dict[str, Any]) -> tuple[dict[str, Any] | None, li
     return old, [f"they are of another {' and '.join(differs)}"] if differs else lost
 
 
+def check_sharing(method: dict[str, Any], host: Any, credit: str) -> str:
+    """Return the name of who shares a table.
+
+    Args:
+        method: As in the table's header. host: `setting`'s.
+        credit: One line: it goes to the logs of other people's servers.
+
+    Raises:
+        table.BadTable: It was measured on a stand-in, beside no host, or `credit` is no name.
+    """
+    if method["stand_in"]:
+        raise table.BadTable("measured on a GPU that is no SM12x: it says nothing about one")
+    if not isinstance(host, dict) or not host:
+        raise table.BadTable(
+            "no sglang is installed here: what was beaten is unknown to others; tune in the "
+            "environment that serves"
+        )
+    return table.credit(credit) or "anonymous"
+
+
 def shared(data: dict[str, Any], credit: str) -> dict[str, Any]:
     """Return the table with the name of who shares it.
 
     Raises:
-        table.BadTable: It was measured on a stand-in, or holds nothing that beat the heuristic.
+        table.BadTable: What `check_sharing` says, or it holds nothing that beat the heuristic.
     """
-    if data["method"]["stand_in"]:
-        raise table.BadTable("measured on a GPU that is no SM12x: it says nothing about one")
+    credit = check_sharing(data["method"], data["environment"].get("host"), credit)
     if not any(row["backend"] for shape in data["shapes"] for row in shape["rows"]):
         raise table.BadTable("nothing beat the built-in heuristic: there is nothing to share")
     return {**data, "shared_by": credit}

@@ -86,6 +86,7 @@ def test_the_hosts_default_is_shown_as_a_server_takes_it(installed, flags, prefi
 @pytest.mark.parametrize("kernel", limits.NAMES)
 def test_a_tuned_row_that_names_cutlass_is_shown(kernel, monkeypatch, tmp_path):
     """Whatever the host's default is: the table is what a server consults first."""
+    monkeypatch.setattr(limits, "versions", lambda: dict.fromkeys(limits.NAMES, "host 1.0"))
     row = {"m": 512, "backend": "cutlass", "config": {"kernel": kernel}}
     data = {
         "schema": 1, "gpu": store.facts(devices.describe(RTX)), "kernels": table.revisions(),

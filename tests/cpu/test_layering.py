@@ -47,7 +47,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "models": ({"shapes"}, set()),
     "records": (set(), set()),
     "patches": (set(), set()),
-    "configs": ({"env", "heuristic"}, set()),
+    "configs": ({"env", "heuristic", "limits"}, set()),
     "backends": ({"backends", "kernels", "heuristic", "limits"}, {"torch"}),
     "kernels": ({"kernels"}, {"torch", "triton"}),
     "system": (set(), {"torch", "triton"}),  # inside guarded probes

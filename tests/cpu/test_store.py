@@ -7,6 +7,8 @@ import dataclasses
 import json
 import logging
 import random
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -50,12 +52,14 @@ def places(monkeypatch, tmp_path):
         folder.mkdir()
     monkeypatch.setenv(env.CONFIG_DIR.name, str(user))
     monkeypatch.setattr(store, "SHIPPED", (shipped,))
+    monkeypatch.setattr(limits, "versions", lambda: dict(VERSIONS))
     store.forget()
     yield {"user": user, "shipped": shipped}
     store.forget()
 
 
 PROVEN = limits.Known(proven=("flashinfer",))
+VERSIONS = {"sglang_jit": "sglang-kt 0.7.2", "flashinfer": "flashinfer-python 0.7.2"}
 
 
 def row(m: int, config=None, backend: str | None = "triton") -> dict:
@@ -68,7 +72,7 @@ def make(name: str, *rows: dict, n: int = N, k: int = K, **changes) -> dict:
     data = {
         "schema": 1,
         "gpu": store.facts(devices.describe(name)),
-        "kernels": table.revisions(),
+        "kernels": {**table.revisions(), **VERSIONS},
         "method": {"stand_in": False},
         "shapes": [{"n": n, "k": k, "dtype": "bfloat16", "rows": list(rows)}],
     }
@@ -81,13 +85,15 @@ def put(folder: Path, data: dict, file: str | None = None) -> Path:
     return path
 
 
-def choose(m: int, name: str = SERVER, cutlass: limits.Known = select.NOTHING_KNOWN, **problem):
-    asked = select.Problem(select.bucket(m), N, K, **problem)
+def choose(
+    m: int, name: str = SERVER, cutlass: limits.Known = select.NOTHING_KNOWN, n: int = N, **problem
+):
+    asked = select.Problem(select.bucket(m), n, K, **problem)
     return select.choose(asked, devices.describe(name), cutlass)
 
 
-def default(m: int, name: str = SERVER):
-    return heuristic.config_for(heuristic.Case(select.bucket(m), N, K), devices.describe(name))
+def default(m: int, name: str = SERVER, n: int = N):
+    return heuristic.config_for(heuristic.Case(select.bucket(m), n, K), devices.describe(name))
 
 
 def test_the_order_is_user_device_class_heuristic(places):
@@ -273,6 +279,26 @@ BAD_FILES = {
     "M of zero": (json.dumps(make(SERVER, row(0, DIRECT))), "must rise"),
     "M as text": (json.dumps(make(SERVER, {**row(4, DIRECT), "m": "4"})), "must rise"),
     "an odd K": (json.dumps(make(SERVER, row(4, DIRECT), k=7100)), "k=7100"),
+    "a line break in the credit": (
+        json.dumps(make(SERVER, row(4, DIRECT), shared_by="me\nERROR a line of my own")),
+        "shared_by",
+    ),
+    "an escape in the credit": (
+        json.dumps(make(SERVER, row(4, DIRECT), shared_by="\x1b[2J")),
+        "shared_by",
+    ),
+    "a credit that is long": (
+        json.dumps(make(SERVER, row(4, DIRECT), shared_by="x" * 81)),
+        "80 characters",
+    ),
+    "a credit that is a list": (
+        json.dumps(make(SERVER, row(4, DIRECT), shared_by=[])),
+        "shared_by",
+    ),
+    "a line break in the name": (
+        json.dumps(make(SERVER, gpu={**make(SERVER)["gpu"], "name": "a\nb"})),
+        "gpu.name",
+    ),
     "sm_count as text": (json.dumps(make(SERVER, gpu={"name": SERVER})), "capability"),
 }
 BAD_ROWS = {
@@ -298,6 +324,40 @@ BAD_ROWS = {
     "block-scaled": (
         make(SERVER, row(256, dataclasses.replace(TILED, unit_scaled=True))), "plain FP8",
     ),
+    "a null row of an old kernel": (
+        make(SERVER, row(4), kernels={**table.revisions(), "tiled": "0" * 12}),
+        "has changed since none beat the heuristic",
+    ),
+    **{
+        f"cutlass: {name}": (
+            make(SERVER, {"m": 4, "backend": "cutlass", "config": config}, n=n, kernels=kernels),
+            reason,
+        )
+        for name, config, n, kernels, reason in [
+            ("an unknown kernel", {"kernel": "nonsense"}, 4096, VERSIONS, "'nonsense' is none of"),
+            ("a kernel that is a list", {"kernel": []}, 4096, VERSIONS, "kernel [] is none of"),
+            ("an unknown key", {"kernel": "flashinfer", "tile": 1}, 4096, VERSIONS, "'tile': 1"),
+            ("no key", {}, 4096, VERSIONS, "neither"),
+            ("text", "flashinfer", 4096, VERSIONS, "neither"),
+            ("odd N", {"kernel": "flashinfer"}, 2112, VERSIONS, "not in whole 128 x 128 blocks"),
+            ("odd N, any kernel", None, 2112, VERSIONS, "not in whole 128 x 128 blocks"),
+            ("no version", {"kernel": "flashinfer"}, 4096, {}, "no version of flashinfer"),
+            ("no version, any kernel", None, 4096, {}, "no version of sgl_kernel or sglang_jit"),
+            (
+                "another version", {"kernel": "sglang_jit"}, 4096,
+                {**VERSIONS, "sglang_jit": "sglang-kt 0.7.1"},
+                "tuned with sglang_jit of sglang-kt 0.7.1, here is sglang_jit of sglang-kt 0.7.2",
+            ),
+            (
+                "a library that is not here", {"kernel": "sgl_kernel"}, 4096,
+                {"sgl_kernel": "sgl-kernel 0.3.21"}, "sgl-kernel 0.3.21, here is none",
+            ),
+            (
+                "any kernel, one of another version", None, 4096,
+                {**VERSIONS, "flashinfer": "flashinfer-python 0.6.3"}, "here is sglang_jit of",
+            ),
+        ]
+    },
 }  # fmt: skip
 
 
@@ -312,23 +372,69 @@ def test_a_bad_file_is_refused_with_its_name_and_the_reason(places, case, caplog
 @pytest.mark.parametrize("case", BAD_ROWS)
 def test_a_bad_row_is_refused_with_its_file_and_the_reason(places, case, caplog):
     data, reason = BAD_ROWS[case]
-    check_refused(put(places["user"], data), reason, caplog)
+    check_refused(put(places["user"], data), reason, caplog, data["shapes"][0]["n"])
 
 
-def check_refused(file: Path, reason: str, caplog) -> None:
+@pytest.mark.parametrize("case", BAD_ROWS)
+def test_where_a_row_is_refused_the_next_table_answers(places, case):
+    """A bad row, or a stale one, hides no good one that ships."""
+    data, _ = BAD_ROWS[case]
+    (shape,) = data["shapes"]
+    m = shape["rows"][0]["m"]
+    good = DIRECT if m <= 8 else RING if m <= 64 else TILED
+    put(places["user"], data)
+    assert store.rows(select.Problem(m, shape["n"], K), devices.describe(SERVER)) == []
+    store.forget()
+    put(places["shipped"], make(SERVER, row(m, good), n=shape["n"]), "given.json")
+    choice = choose(m, n=shape["n"], cutlass=limits.Known(limits.NAMES))
+    assert (choice.evidence, choice.config) == ("device table", good)
+
+
+def test_a_row_of_the_hosts_kernel_stands_where_its_version_is_here(places):
+    for config in ({"kernel": "sglang_jit"}, None):
+        line = {"m": 4, "backend": "cutlass", "config": config}
+        put(places["user"], make(SERVER, line, n=4096))
+        store.forget()
+        known = limits.Known(("sglang_jit",))
+        choice = choose(4, n=4096, cutlass=known)
+        assert (choice.backend, choice.evidence) == ("cutlass", "user table")
+        assert choice.config == limits.Cutlass("sglang_jit")
+
+
+def test_versions_are_read_from_metadata_and_import_nothing(tmp_path):
+    """Three distributions bring one of the kernels; each that is installed is named."""
+    for name, version in (("sgl-kernel", "0.3.21"), ("kt-kernel", "0.7.2"), ("sglang", "0.5.9")):
+        info = tmp_path / f"{name.replace('-', '_')}-{version}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    code = (
+        f"import sys; sys.path[:0] = [{str(tmp_path)!r}]\n"
+        "from sglang_kt_sm120.configs import table\n"
+        "print([item for item in table.revisions().items() if item[0] not in table.SOURCES])\n"
+        "assert not {'torch', 'sgl_kernel', 'sglang', 'flashinfer'} & set(sys.modules)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.stdout.strip() == (
+        "[('sgl_kernel', 'sgl-kernel 0.3.21, kt-kernel 0.7.2'), ('sglang_jit', 'sglang 0.5.9')]"
+    ), result.stderr
+
+
+def check_refused(file: Path, reason: str, caplog, n: int = N) -> None:
     for m in (1, 4, 16, 256):
-        assert (choose(m).evidence, choose(m).config) == ("heuristic", default(m))
+        choice = choose(m, n=n, cutlass=limits.Known(limits.NAMES))
+        assert (choice.evidence, choice.config) == ("heuristic", default(m, n=n))
     warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
     assert len(warnings) == 1, warnings
     assert str(file) in warnings[0]
     assert reason in warnings[0]
-    assert "heuristic serves" in warnings[0]
+    assert "the next table decides" in warnings[0]
+    assert "or the" in warnings[0]
 
 
 def test_a_tile_that_this_triton_cannot_make_is_refused():
     old = dataclasses.replace(devices.describe(SERVER), tokens=16)
     parsed = table.parse(json.dumps(make(SERVER, row(4, DIRECT), row(64, RING))), old)
-    assert [r.backend for r in parsed.shapes[N, K, "bfloat16"]] == [None, "triton"]
+    assert [r.refused for r in parsed.shapes[N, K, "bfloat16"]] == [True, False]
     assert "no product with 8 tokens" in parsed.refused[0]
 
 
@@ -356,6 +462,15 @@ def test_a_file_that_is_cut_anywhere_never_raises(places):
             table.check(choice.config, min(m, 8) if choice.config.kernel == "direct" else m, K)
 
 
+def test_a_folder_that_is_not_there_is_nothing_to_warn_of(places, monkeypatch, caplog):
+    (places["user"] / "file").touch()
+    for folder in ("missing", "file"):
+        monkeypatch.setenv(env.CONFIG_DIR.name, str(places["user"] / folder))
+        assert choose(4).evidence == "heuristic"
+        assert store.trouble(devices.describe(SERVER)) is None
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
 def test_an_unreadable_place_serves_by_the_heuristic(monkeypatch):
     monkeypatch.setenv(env.CONFIG_DIR.name, "/proc/1/root/nowhere")
     assert choose(4).evidence == "heuristic"
@@ -370,6 +485,24 @@ def test_a_mistake_of_ours_is_no_crash_of_the_server(places, monkeypatch, caplog
     monkeypatch.setattr(store, "read", lambda *_: {}["missing"])
     assert choose(4).evidence == choose(8).evidence == "heuristic"
     assert caplog.text.count("KeyError: 'missing'") == 1
+
+
+def test_a_folder_that_may_not_be_read_hides_no_table_that_ships(places, monkeypatch, caplog):
+    put(places["shipped"], make(SERVER, row(4, DIRECT)), "given.json")
+    user, real = store.user_file(SERVER), Path.stat
+
+    def refuse(path, *arguments, **options):
+        if path == user:
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "stat", refuse)
+    monkeypatch.setattr(Path, "read_text", lambda path, real=Path.read_text, **options: (
+        refuse(path) and real(path, **options)
+    ))  # fmt: skip
+    assert (choose(4).evidence, choose(4).config) == ("device table", DIRECT)
+    assert "Permission denied" in caplog.text
+    assert "Permission denied" in store.trouble(devices.describe(SERVER))
 
 
 def raise_no_home(self):
@@ -507,7 +640,8 @@ def test_a_revision_covers_everything_that_a_kernel_is_made_of():
                     assert named, f"{name}: from . import hides what is imported"
                     todo += [f"{named}.py"] if f"{named}.py" not in reached else []
         assert reached == set(sources), kernel
-    assert len(set(table.revisions().values())) == len(table.SOURCES)
+    ours = {table.revisions()[kernel] for kernel in table.SOURCES}
+    assert len(ours) == len(table.SOURCES)
 
 
 def test_saving_is_atomic_and_merging_keeps_what_still_holds(places):
@@ -525,8 +659,8 @@ def test_saving_is_atomic_and_merging_keeps_what_still_holds(places):
     again = store.merge(merged_too, {**new, "environment": {"driver": "590.3"}})
     where = [r.get("environment") for r in again["shapes"][0]["rows"]]
     assert where == [there, None, None]  # the row's own, not that of the table it came in
-    changed = make(SERVER, row(4, DIRECT), kernels={"direct": "0"})
-    assert [r["m"] for r in store.merge(changed, new)["shapes"][0]["rows"]] == [8, 16]
+    elsewhere = make(SERVER, row(4, DIRECT), method={"stand_in": True})
+    assert [r["m"] for r in store.merge(elsewhere, new)["shapes"][0]["rows"]] == [8, 16]
     file = put(places["user"], merged)
     with pytest.raises(TypeError):
         store.save(file, {"schema": object()})
@@ -568,6 +702,22 @@ def test_doctor_offers_tuning_and_names_the_table(places):
     assert list(doctor._tables({"devices": [seen | {"capability": "9.0"}]})) == []
 
 
+def assert_of_an_sm120(gpu: dict) -> None:
+    """Any SM12x card may share; of one whose data sheet is known, the facts must be those."""
+    capability = tuple(map(int, gpu["capability"].split(".")))
+    assert capability in select.SM120, gpu
+    assert gpu["sm_count"] > 0, gpu
+    assert gpu["shared_bytes"] >= 101376, gpu
+    measured = {key: gpu[key] for key in ("sm_count", "shared_bytes")}
+    seen = devices.describe(gpu["name"], capability=capability, **measured)
+    assert store.facts(seen) == gpu
+    try:
+        known = devices.describe(gpu["name"])
+    except ValueError:
+        return
+    assert store.facts(known) == gpu
+
+
 @pytest.mark.parametrize("folder", [store.HERE / "shipped", store.HERE / "community"])
 def test_every_table_in_the_wheel_is_valid(folder):
     """The gate for a table that comes by pull request."""
@@ -575,13 +725,13 @@ def test_every_table_in_the_wheel_is_valid(folder):
         found = store.read(file)
         assert not found.refused, (file, found.refused)
         assert not found.stand_in, file
-        name = found.gpu["name"]
-        assert store.facts(devices.describe(name)) == found.gpu, file
+        assert_of_an_sm120(found.gpu)
         proof = json.loads(file.read_text())
         if folder.name == "community":
             assert found.credit, file
             for key in ("power_limit", "driver", "host"):
                 assert proof["environment"][key], (file, key)
+            assert isinstance(proof["environment"]["host"], dict), file
         for shape in proof["shapes"]:
             for line in shape["rows"]:
                 assert line["backend"] is None or 0 < line["error"] <= 5e-3, (file, line)

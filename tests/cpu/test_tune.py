@@ -17,7 +17,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from sglang_kt_sm120 import cli, devices, env, heuristic, limits, select, shapes, tune
+from sglang_kt_sm120 import cli, devices, env, heuristic, limits, select, shapes, system, tune
 from sglang_kt_sm120.configs import store, table
 from sglang_kt_sm120.tune import engine, results, sglang_files, space
 from sglang_kt_sm120.tune.engine import Contender, Timing
@@ -36,6 +36,7 @@ def places(monkeypatch, tmp_path):
         monkeypatch.delenv(variable.name, raising=False)
     monkeypatch.setenv(env.CONFIG_DIR.name, str(tmp_path / "user"))
     monkeypatch.setattr(store, "SHIPPED", ())
+    monkeypatch.setattr(limits, "versions", lambda: {"sglang_jit": "sglang-kt 0.7.2"})
     store.forget()
     yield tmp_path / "user"
     store.forget()
@@ -565,7 +566,18 @@ def test_what_is_shared_passes_the_gate_for_pull_requests(places, tmp_path, monk
     arguments = ["explain", "--shape", "2112,7168", "--m", "4", "--gpu", workstation, "--json"]
     (row,) = json.loads(runner.invoke(cli.app, arguments).stdout)["rows"]
     assert (row["source"], "a card owner" in row["table"]) == ("class table", True)
+    for card, changes in (
+        ("NVIDIA GeForce RTX 5080", {"sm_count": 84}),
+        ("NVIDIA RTX PRO 4500 Blackwell", {"sm_count": 82}),
+    ):  # cards of which nothing is known here
+        gpu = {**data["gpu"], "name": card, "bandwidth_gbs": 0.0, **changes}
+        store.save(folder / "rtx-pro-6000-server.json", {**data, "gpu": gpu})
+        gate.test_every_table_in_the_wheel_is_valid(folder)
     for spoil in (
+        {"gpu": {**gpu, "bandwidth_gbs": 960.0}},
+        {"gpu": {**gpu, "capability": "9.0"}},
+        {"gpu": {**gpu, "sm_count": 0}},
+        {"environment": {**data["environment"], "host": "no sglang installed"}},
         {"shared_by": ""},
         {"method": {"stand_in": True}},
         {"environment": {**data["environment"], "driver": ""}},
@@ -585,6 +597,15 @@ def test_a_stand_ins_result_and_an_empty_one_are_not_shared(places):
     data = finished(places)
     with pytest.raises(table.BadTable, match="no SM12x"):
         results.shared({**data, "method": {"stand_in": True}}, "x")
+    for credit in ("a\nb", "\x1b[31mred", "\u202eem", "x" * 200):
+        with pytest.raises(table.BadTable, match="shared_by"):
+            results.shared(data, credit)
+    for host in ("no sglang installed", {}, None):
+        environment = {**data["environment"], "host": host}
+        with pytest.raises(table.BadTable, match="no sglang is installed"):
+            results.shared({**data, "environment": environment}, "x")
+    assert results.shared(data, " x ")["shared_by"] == "x"
+    assert results.shared(data, " ")["shared_by"] == "anonymous"
     with pytest.raises(table.BadTable, match="nothing to share"):
         results.shared({**data, "shapes": []}, "x")
 
@@ -793,6 +814,7 @@ def card(monkeypatch):
     monkeypatch.setattr(gpu, "is_stand_in", lambda index: made.stand_in)
     monkeypatch.setattr(gpu, "real_capability", lambda index: (12, 0))
     monkeypatch.setattr(gpu, "GpuBench", lambda index, dtype, say: made.bench)
+    monkeypatch.setattr(system, "versions", lambda: {"sglang-kt": "0.7.2"})
     monkeypatch.setattr(timing, "environment", lambda: {"gpu": RTX, "triton": "3.6.0"})
 
     class Compilers(Builds):
@@ -921,8 +943,14 @@ def test_a_stand_ins_table_is_marked_and_not_shared(card, places, tmp_path):
     arguments = ("--shape", "2112,7168", "--m", "4")
     assert "this very GPU only" in " ".join(command(*arguments).stderr.split())
     assert json.loads(store.user_file(RTX).read_text())["method"]["stand_in"] is True
-    refused = command(*arguments, "--share", str(tmp_path / "x.json"), code=1)
+    before = len(card.bench.calls)
+    refused = command(*arguments, "--fresh", "--share", str(tmp_path / "x.json"), code=1)
     assert "no SM12x" in refused.stderr
+    assert len(card.bench.calls) == before  # said before minutes of timing
+    card.stand_in = False
+    share = ("--share", str(tmp_path / "x.json"), "--credit", "a\nb")
+    assert "shared_by" in command(*arguments, *share, code=1).stderr
+    assert len(card.bench.calls) == before
     assert not (tmp_path / "x.json").exists()
 
 

@@ -180,7 +180,9 @@ BROKEN = {
     "a number": (lambda t, s: 7, set(), "it is no table"),
     "another schema": (lambda t, s: t.update(schema=9), set(), "another schema"),
     "another method": (lambda t, s: t.update(method={}), set(), "another method"),
-    "kernels as a list": (lambda t, s: t.update(kernels=[1]), set(), "another kernels"),
+    "kernels as a list": (lambda t, s: t.update(kernels=[1]), set(), "no attribute 'get'"),
+    "an old kernel": (lambda t, s: t["kernels"].update(direct="0"), set(), "direct kernel has"),
+    "another old kernel": (lambda t, s: t["kernels"].update(tiled="0"), {4, 8}, ""),
 }
 
 
