@@ -57,7 +57,7 @@ class Problem:
     """One product: `[m, k]` activations times `[n, k]` weights.
 
     Attributes:
-        m: Rows of the activation; above 64 the bucket's first M (see `bucket`).
+        m: Rows of the activation; above 64 the largest M of its bucket (see `bucket`).
         n: Output features, any.
         k: Input features, a multiple of 128.
         dtype: Output dtype, "bfloat16" or "float16".
@@ -103,12 +103,22 @@ class NoBackend(RuntimeError):
 
 
 def bucket(m: int) -> int:
-    """Return the M by which a product of `m` rows is decided.
+    """Return the M by which a product of `m` rows is decided: the largest of its bucket.
 
-    Every M up to 64 decides for itself. Above, 64 neighbours share a decision, so the number of
-    decisions stays small; the boundaries do not depend on divisibility (no slow path for odd M).
+    Every M up to 64 decides for itself. Above, neighbours share a decision, 32 of them up to 128
+    and then 64, so the number of decisions stays small. Rounded up, because a tile for more rows
+    serves fewer, and so that as many row tiles of 64 and 128 are counted as are launched.
     """
-    return m if m <= DECODE_M else max(DECODE_M + 1, m // 64 * 64)
+    if m <= DECODE_M:
+        return m
+    step = 32 if m <= 2 * DECODE_M else 64
+    return -(-m // step) * step
+
+
+def buckets(largest: int) -> list[int]:
+    """Return every M by which a product of up to `largest` rows can be decided, rising."""
+    ends = [*range(1, DECODE_M + 1), 96, *range(128, largest + 64, 64)]
+    return [m for m in ends if m <= bucket(largest)]
 
 
 def choose(

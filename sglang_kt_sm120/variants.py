@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 
 from sglang_kt_sm120 import heuristic, limits, select
 
-#: Rows beyond decode at which a prefill configuration could change.
-PREFILL_MS = (65, 128, 256, 512, 1024, 2048, 4096, 8192)
+#: Rows beyond decode at which a prefill configuration could change, each the M of a bucket.
+PREFILL_MS = (96, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 #: Narrow, square, wide, short and tiny layers: between them every kernel variant comes up.
 SHAPES = ((2112, 7168), (7168, 2048), (4096, 7168), (24576, 1536), (36864, 7168), (576, 256))
@@ -21,9 +21,10 @@ SHAPES = ((2112, 7168), (7168, 2048), (4096, 7168), (24576, 1536), (36864, 7168)
 def rows(problem: select.Problem, device: select.Device) -> list[int]:
     """Return Ms among which every configuration of this shape comes up."""
     tuned = select.tuned_rows(problem, device)
+    if not tuned:
+        return [*range(1, select.DECODE_M + 1), *PREFILL_MS]
     # A table may cut any range out of the heuristic's: then every bucket is asked.
-    prefill = range(128, 5 * max(*tuned, PREFILL_MS[-1]), 64) if tuned else ()
-    return [*range(1, select.DECODE_M + 1), PREFILL_MS[0], *prefill, *PREFILL_MS, *tuned]
+    return select.buckets(5 * max(*tuned, PREFILL_MS[-1]))
 
 
 def representatives(

@@ -25,7 +25,7 @@ from sglang_kt_sm120.cli.options import (
     parse_dtype,
     parse_ms,
 )
-from sglang_kt_sm120.cli.output import err, out, print_json, table
+from sglang_kt_sm120.cli.output import err, out, print_json, print_note, table
 
 UNITS = {"s": 1, "": 1, "m": 60, "h": 3600}
 
@@ -64,13 +64,17 @@ def tune(
     as_json: JsonOption = False,
 ) -> None:
     """Find the fastest kernels for a model on this GPU and write a tuned table. Resumable."""
-    from sglang_kt_sm120 import shapes, tune
+    from sglang_kt_sm120 import select, shapes, tune
     from sglang_kt_sm120.configs import table as tables
 
     layers = shapes.unique(linears(shape, model, shape_set, tp))
     ms = parse_ms(m) if m else list(tune.QUICK_MS if quick else tune.MS)
     if not 1 <= min(ms) <= max(ms) <= tables.MAX_M:
         raise typer.BadParameter(f"--m: rows from 1 to {tables.MAX_M}")
+    if not export_sglang:  # what decides them is what has to be timed
+        if between := [one for one in ms if select.bucket(one) != one]:
+            print_note(f"M={between[0]} is decided as M={select.bucket(between[0])}: that is timed")
+        ms = [select.bucket(one) for one in ms]
     dtype = parse_dtype(dtype)
     seconds = _seconds(budget, tune.QUICK_BUDGET if quick else tune.BUDGET)
     if export_sglang and (share or quick):

@@ -177,11 +177,22 @@ def test_variants_are_all_that_selection_returns():
     card = devices.describe("NVIDIA GeForce RTX 5090")
     found = {item.config.variant() for item in variants.met(SHAPES, card)}
     for n, k in SHAPES:
-        for m in (*range(1, 200), *range(200, 9000, 64)):
+        for m in select.buckets(9000):
             for given in (False, True):
                 for fixed in (False, True):
                     problem = select.Problem(select.bucket(m), n, k, "bfloat16", given, fixed)
                     assert select.choose(problem, card).config.variant() in found, problem
+
+
+@pytest.mark.parametrize("card", ["NVIDIA RTX PRO 6000", "NVIDIA GeForce RTX 5090", "NVIDIA GB10"])
+def test_a_decision_counts_the_row_tiles_that_are_launched(card):
+    """129 rows are two tiles of 128: counted as one, a layer would get too many programs."""
+    device = devices.describe(card)
+    for n, k in SHAPES:
+        for m in (65, 96, 97, 128, 129, 160, 192, 193, 257, 300, 1000):
+            asked = select.bucket(m)
+            config = select.choose(select.Problem(asked, n, k), device).config
+            assert -(-m // config.block_m) == -(-asked // config.block_m), (m, n, k)
 
 
 def test_rows_33_to_64_keep_two_programs_on_every_sm():

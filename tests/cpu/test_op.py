@@ -250,7 +250,12 @@ def test_scales_off_their_alignment_are_copied(monkeypatch):
 
 def test_buckets_have_no_divisibility_paths():
     for m in range(1, 258):
-        assert select.bucket(m) <= m
+        assert m <= select.bucket(m) < m + 64
         assert select.bucket(m) == m or m > select.DECODE_M
-    assert {select.bucket(m) for m in range(65, 128)} == {65}
-    assert {select.bucket(m) for m in range(128, 192)} == {128}
+        assert select.bucket(select.bucket(m)) == select.bucket(m)
+    assert {select.bucket(m) for m in range(65, 97)} == {96}
+    assert {select.bucket(m) for m in range(97, 129)} == {128}
+    assert {select.bucket(m) for m in range(129, 193)} == {192}
+    for largest in (1, 64, 65, 96, 97, 128, 129, 1000):
+        expected = sorted({select.bucket(m) for m in range(1, largest + 1)})
+        assert select.buckets(largest) == expected, largest

@@ -23,6 +23,7 @@ from sglang_kt_sm120 import (
     limits,
     select,
     shapes,
+    tune,
     variants,
     warm,
 )
@@ -164,8 +165,8 @@ def test_a_tuned_m_answers_for_fewer_rows_of_its_own_class(places):
     put(places["user"], make(SERVER, *(row(m, config) for m, config in tuned.items())))
     expected = {
         1: None, 2: 8, 8: 8, 9: None, 16: None, 17: None, 32: None, 33: 64, 64: 64, 65: 256,
-        127: 256, 256: 256, 257: 256, 319: 256, 320: None, 511: None, 512: 2048, 2048: 2048,
-        2112: 2048, 8192: 2048, 8256: None,
+        127: 256, 256: 256, 257: None, 448: None, 449: 2048, 512: 2048, 2048: 2048,
+        2049: 2048, 8192: 2048, 8193: None,
     }  # fmt: skip
     for m, by in expected.items():
         answer = choose(m)
@@ -173,6 +174,16 @@ def test_a_tuned_m_answers_for_fewer_rows_of_its_own_class(places):
             assert (answer.evidence, answer.config) == ("heuristic", default(m)), m
         else:
             assert (answer.evidence, answer.config) == ("user table", tuned[by]), m
+
+
+def test_a_tuned_m_of_prefill_never_decides_for_more_rows_below_the_largest(places):
+    """97 rows take no tile that was tuned for 96; those of the tuner's own list decide exactly."""
+    ms = [m for m in tune.MS if m > 64]
+    config = {m: dataclasses.replace(TILED, chunk=place) for place, m in enumerate(sorted(ms), 1)}
+    put(places["user"], make(SERVER, *(row(m, config[m]) for m in sorted(ms))))
+    for m in (*range(65, 1100), 2048, 2049, 4096, 8192):
+        expected = config[min(tuned for tuned in ms if tuned >= m)]
+        assert choose(m).config == expected, m
 
 
 def test_a_row_decides_for_no_other_class_of_rows(places):
@@ -216,7 +227,7 @@ def test_neighbours_of_m_never_differ_for_divisibility(places):
     def backend(m):
         return select.choose(select.Problem(select.bucket(m), 4096, K), device, PROVEN).backend
 
-    assert [backend(m) for m in range(1, 258)] == ["triton"] * 191 + ["cutlass"] * 66
+    assert [backend(m) for m in range(1, 258)] == ["triton"] * 128 + ["cutlass"] * 129
 
 
 def test_tables_are_not_asked_where_they_do_not_apply(places, monkeypatch):

@@ -938,6 +938,13 @@ def test_sglangs_files_are_of_what_was_asked_for(card, places, tmp_path, monkeyp
     assert json.loads(Path(file).read_text()).keys() == {"4", "64"}  # what a layer's file may hold
 
 
+def test_rows_above_64_are_timed_at_the_m_that_decides_them(card, places):
+    result = command("--shape", "2112,7168", "--m", "4,100,128,700", "--json")
+    assert [case["m"] for case in json.loads(result.stdout)["cases"]] == [4, 128, 704]
+    assert "M=100 is decided as M=128" in " ".join(result.stderr.split())
+    assert all(select.bucket(m) == m for m in (*tune.MS, *tune.QUICK_MS))
+
+
 def test_a_stand_ins_table_is_marked_and_not_shared(card, places, tmp_path):
     card.stand_in = True
     arguments = ("--shape", "2112,7168", "--m", "4")
