@@ -316,7 +316,7 @@ def _cutlass_why_not(problem: Problem, device: Device, cutlass: limits.Known) ->
         return None
     struck = dict(cutlass.struck)
     each = (
-        struck.get(k.name) or _kernel_why_not(k, problem, device) or f"not probed ({k.limits()})"
+        struck.get(k.name) or _kernel_why_not(k, problem, device) or "not probed"
         for k in limits.KERNELS
     )
     named = "; ".join(

@@ -61,7 +61,10 @@ def explain(
     if as_json:
         about = {"installed": host.get("path") is not None, "cutlass_by_default": default}
         asked = dataclasses.asdict(device)
-        print_json(ok, device=asked, host=about, rows=rows, never=limits.REJECTED)
+        print_json(
+            ok, device=asked, host=about, rows=rows, never=limits.REJECTED,
+            kernels=[dataclasses.asdict(kernel) for kernel in limits.KERNELS],
+        )  # fmt: skip
     else:
         _print(rows, briefs, device.name)
         if host_cutlass is None:
@@ -155,6 +158,9 @@ def _print(rows: Sequence[dict[str, Any]], briefs: Sequence[str], title: str) ->
         out.print(f"  {name}: {escape(why)}{where}")
     for name, why in limits.REJECTED.items():
         out.print(f"  {name}: {escape(why)}")
+    out.print("\n[bold]the host's CUTLASS kernels[/], as their sources limit them")
+    for kernel in limits.KERNELS:
+        out.print(f"  {kernel.name} ({escape(kernel.title)}): {escape(kernel.limits())}")
 
 
 def _grouped(rows: Sequence[dict[str, Any]], facts) -> list[tuple[tuple, str]]:

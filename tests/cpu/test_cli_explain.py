@@ -150,11 +150,23 @@ def test_shapes_are_taken_as_sharded():
 
 
 def test_explain_prints_the_recorded_limits_and_what_is_never_taken():
-    arguments = ("explain", "--shape", "4096,7168", "--m", "128", "--gpu", RTX)
-    text = " ".join(run(*arguments).stdout.split())
+    arguments = ("explain", "--shape", "2112,7168", "--m", "4", "--gpu", RTX)
+    lines = run(*arguments).stdout.splitlines()
+    text = " ".join(" ".join(lines).split())
     for kernel in limits.KERNELS:
-        assert f"{kernel.name}: not probed (tile" in text
-        assert kernel.odd_rows in text
+        start = text.index(f"{kernel.name} ({kernel.title}): tile ")
+        said = text[start:].split(" needs ")[0] + text[start:].partition(" needs ")[2][:40]
+        for _, tile in kernel.tiles:
+            assert tile in said
+        for word in ("N and K multiples of 128", "a multiple of 4", kernel.odd_rows, "12.0"):
+            assert word in said, (kernel.name, word)
+        assert ("12.1" in said, "nvcc 12.8" in said) == {
+            "sgl_kernel": (False, False), "sglang_jit": (True, True), "flashinfer": (True, True),
+        }[kernel.name]  # fmt: skip
+    assert "sglang-kt's source names 12.0a for any card" in text
+    answer = json.loads(run(*arguments, "--json").stdout)
+    assert [kernel["name"] for kernel in answer["kernels"]] == list(limits.NAMES)
+    assert answer["kernels"][1]["tiles"] == [[64, "32x128x128"], [None, "128x128x128"]]
     for name, why in limits.REJECTED.items():
         assert f"{name}: {why}" in text
     assert json.loads(run(*arguments, "--json").stdout)["never"] == limits.REJECTED

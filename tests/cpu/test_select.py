@@ -177,15 +177,11 @@ def test_disabling(monkeypatch):
         select.choose(problem, select.Device("cpu", (12, 0), 0, cuda=False))
 
 
-def test_without_a_probe_the_recorded_limits_are_the_reason():
+def test_a_kernel_is_named_with_its_own_reason():
     device, problem = devices.describe(NAMES[0]), select.Problem(128, 4096, 7168)
     why = select.choose(problem, device).rejected["cutlass"]
     for kernel in limits.KERNELS:
-        assert f"{kernel.name}: not probed (tile" in why
-        assert kernel.odd_rows in why
-        assert kernel.needs in why
-    for word in ("M % 4", "32x128x128 to M=64", "nvcc"):
-        assert word in why
+        assert f"{kernel.name}: not probed" in why
     struck = limits.Known(struck=(("sglang_jit", "RuntimeError: Error Internal"),))
     why = select.choose(problem, device, struck).rejected["cutlass"]
     assert "sglang_jit: RuntimeError: Error Internal;" in why
