@@ -328,15 +328,19 @@ def _prepare(method, ours, layer, scale_name: str) -> None:
 
 
 def _prove_cutlass(weight, dtype) -> None:
-    """Probe those of the host's CUTLASS kernels on this layer's shape that a choice could take."""
+    """Probe those of the host's CUTLASS kernels on this layer's shape that a choice could take.
+
+    What the ranks say to each other comes first: a table may ask for a kernel.
+    """
     import torch
 
-    from sglang_kt_sm120 import op
+    from sglang_kt_sm120 import op, ranks
     from sglang_kt_sm120.backends import cutlass
     from sglang_kt_sm120.backends.cutlass import agreement
 
     if weight.is_cuda and not torch.cuda.is_current_stream_capturing():
         cutlass.join(*agreement.ranks_of_host())
+        ranks.agree_on_tables(weight.device)
         op.prove_cutlass(weight.device, *weight.shape, dtype)
 
 

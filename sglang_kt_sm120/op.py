@@ -43,6 +43,11 @@ def set_deterministic(on: bool) -> None:
     forget_choices()
 
 
+def is_deterministic() -> bool:
+    """Return what `set_deterministic` was told last."""
+    return _deterministic
+
+
 def forget_choices() -> None:
     """Decide every product anew, after something that decisions depend on has changed."""
     global _generation

@@ -231,6 +231,16 @@ def drop_tables(problem: Problem, device: Device, reason: str) -> bool:
     return store.distrust(problem.n, problem.k, problem.dtype, reason)
 
 
+def tables_digest(device: Device) -> str:
+    """Return a digest of what the tables say on this device; "" where they say nothing."""
+    return store.said(device) if device.cuda else ""
+
+
+def leave_tables(device: Device, reason: str) -> bool:
+    """Ask no table for this device from now on; False where that was so before."""
+    return store.leave(device, reason)
+
+
 def wanted_kernels(
     problem: Problem, device: Device, host_default: str
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import hashlib
 import json
 import logging
 import os
@@ -57,6 +58,7 @@ class Answer:
 
 
 _refused: set[tuple[int, int, str]] = set()  # (n, k, dtype) whose rows failed at load
+_left: set[Any] = set()  # devices for which no table is asked any more
 
 
 def folder() -> Path:
@@ -204,6 +206,8 @@ def offer(name: str) -> str:
 
 def tables(device) -> tuple[Found, ...]:
     """Return the tables that apply to a `select.Device`, the first to ask first. Never raises."""
+    if device in _left:
+        return ()
     try:
         user = user_file(device.name)
     except RuntimeError:  # no home folder
@@ -215,6 +219,30 @@ def forget() -> None:
     """Read the files anew at the next question (tests, and `tune` after it has written)."""
     _tables.cache_clear()
     _refused.clear()
+    _left.clear()
+
+
+def said(device) -> str:
+    """Return a digest of every row that may decide on `device`, in their order; "" for none.
+
+    Of what was read, not of the files: a row may be refused on one host and stand on another.
+    """
+    listed = [sorted(found.table.shapes.items()) for found in tables(device)]
+    listed = [one for one in listed if not all(row.refused for _, rows in one for row in rows)]
+    return hashlib.sha256(repr(listed).encode()).hexdigest()[:16] if listed else ""
+
+
+def leave(device, reason: str) -> bool:
+    """Ask no table for `device` in this process from now on. False where that was so before."""
+    if device in _left:
+        return False
+    _left.add(device)
+    logger.warning(
+        "sglang-kt-sm120: tuned tables are left alone (%s); the heuristic serves. Ranks need the "
+        "same tables: copy one host's %s to the others, with the same package versions.",
+        reason, env.CONFIG_DIR.name,
+    )  # fmt: skip
+    return True
 
 
 def distrust(n: int, k: int, dtype: str, reason: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import socket
 import subprocess
@@ -17,6 +18,8 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
+from sglang_kt_sm120 import devices, host, op, select
+from sglang_kt_sm120 import ranks as rank_agreement
 from sglang_kt_sm120.backends import cutlass
 from sglang_kt_sm120.backends.cutlass import agreement
 
@@ -103,6 +106,61 @@ def test_whatever_happens_the_ranks_agree(groups):
     assert kinds == {True, False}
 
 
+def compare(groups, question: str, values: dict, delays: dict | None = None) -> list[str | None]:
+    """Let every rank say its value at the same time; who says "none" does not wait."""
+
+    def one(rank):
+        time.sleep((delays or {}).get(rank, 0))
+        value = values[rank]
+        return agreement.same(groups[rank], question, value, wait=value != "none")
+
+    with ThreadPoolExecutor(len(values)) as pool:
+        return list(pool.map(one, values))
+
+
+def test_ranks_that_say_the_same_go_on_and_others_do_not(groups):
+    assert compare(groups, "same", dict.fromkeys(RANKS, "a")) == [None] * 3
+    assert compare(groups, "nothing", dict.fromkeys(RANKS, "none")) == [None] * 3
+    started = time.monotonic()
+    answers = compare(groups, "tables", {4: "a", 5: "b", 7: "a"})
+    assert all("ranks have different tables" in answer for answer in answers)
+    answers = compare(groups, "some", {4: "a", 5: "none", 7: "a"}, {5: 0.2})
+    assert all("different some" in answer for answer in answers)
+    answers = compare(groups, "few", {4: "none", 5: "none", 7: "a"}, {7: 0.2})
+    assert "different few" in answers[2]
+    assert time.monotonic() - started < 3  # nobody waits out the 5 s
+
+
+def test_who_waits_for_no_answer_is_not_held_up(groups):
+    """The others never come: a rank without tables loads its model all the same."""
+    started = time.monotonic()
+    assert agreement.same(groups[4], "alone", "none", wait=False) is None
+    assert time.monotonic() - started < 1
+
+
+def test_whatever_is_compared_and_whenever_the_ranks_agree(groups):
+    kinds = set()
+    for number in range(30):
+        values = {rank: random.choice(("a", "a", "a", "b", "none")) for rank in RANKS}
+        delays = {rank: random.random() * 0.05 for rank in RANKS}
+        answers = dict(zip(RANKS, compare(groups, f"any {number}", values, delays), strict=True))
+        alike = len(set(values.values())) == 1
+        for rank, value in values.items():
+            if value != "none":  # who has tables takes them where all have the same
+                assert (answers[rank] is None) == alike, (values, delays, answers)
+        kinds.add(alike)
+    assert kinds == {True, False}
+
+
+def test_a_store_that_is_gone_is_no_yes():
+    class Gone:
+        def compare_set(self, *_):
+            raise RuntimeError("connection reset")
+
+    group = agreement.Group(Gone(), 4, RANKS)
+    assert agreement.same(group, "gone", "a") == "the ranks could not agree on it"
+
+
 def test_without_a_store_each_rank_has_what_it_saw():
     class Gone:
         def set(self, *_):
@@ -163,6 +221,108 @@ def test_a_group_that_cannot_be_read_is_no_secret(monkeypatch, caplog):
     for _ in range(2):
         assert agreement.ranks_of_host() == (None, 0, ())
     assert caplog.text.count("cannot read the host's tensor-parallel group (AttributeError") == 1
+
+
+TABLES = """
+import json, logging, sys, types
+import torch
+from pathlib import Path
+from sglang_kt_sm120 import devices, heuristic, op, ranks, select
+from sglang_kt_sm120.backends import cutlass
+from sglang_kt_sm120.backends.cutlass import agreement
+from sglang_kt_sm120.configs import store, table
+
+rank, port, split = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stdout)
+card = devices.describe("NVIDIA GeForce RTX 5090")
+devices.device = lambda index: card
+store.SHIPPED = ()
+if split != "none":
+    config = heuristic.Config("direct", 8, 64, num_warps=4, unroll=2, fused=True, splits=int(split))
+    row = {"m": 4, "backend": "triton", "config": store.config_dict(config)}
+    shape = {"n": 2112, "k": 7168, "dtype": "bfloat16", "rows": [row]}
+    store.save(store.user_file(card.name), {
+        "schema": 1, "gpu": store.facts(card), "kernels": table.revisions(), "shapes": [shape],
+        "written by": rank,
+    })
+torch.distributed.init_process_group("gloo", init_method="tcp://127.0.0.1:" + port,
+                                     rank=rank, world_size=2)
+parallel_state = types.ModuleType("parallel_state")
+parallel_state.get_tp_group = lambda: types.SimpleNamespace(rank=rank, ranks=[0, 1])
+sys.modules["sglang.srt.distributed.parallel_state"] = parallel_state
+cutlass.join(*agreement.ranks_of_host())
+before = op._generation
+for _ in range(3):
+    ranks.agree_on_tables(torch.device("cuda", rank))
+choice = select.choose(select.Problem(4, 2112, 7168), card)
+print("evidence:", choice.evidence, "forgotten:", op._generation - before)
+torch.distributed.barrier()
+"""
+
+
+@pytest.mark.parametrize(
+    ("splits", "evidence"),
+    [
+        (("3", "3"), "user table"),
+        (("3", "4"), "heuristic"),
+        (("3", "none"), "heuristic"),
+        (("none", "3"), "heuristic"),
+        (("none", "none"), "heuristic"),
+    ],
+)
+def test_ranks_take_one_table_or_none(splits, evidence, tmp_path):
+    """Two hosts, each with a folder of its own: nobody waits, and both serve alike."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    started = time.monotonic()
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", TABLES, str(rank), port, splits[rank]], cwd=ROOT, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            env={**os.environ, "SGLANG_KT_SM120_CONFIG_DIR": str(tmp_path / str(rank))},
+        )
+        for rank in (0, 1)
+    ]  # fmt: skip
+    said = [process.communicate(timeout=120) for process in ranks]
+    assert all(process.returncode == 0 for process in ranks), said
+    assert time.monotonic() - started < 60
+    for split, (out, _) in zip(splits, said, strict=True):
+        left = evidence == "heuristic" and split != "none"
+        assert f"evidence: {evidence} forgotten: {int(left)}" in out
+        assert out.count("tuned tables are left alone") == int(left)
+
+
+def test_ranks_compare_their_tables_before_a_layer_decides(monkeypatch):
+    called = []
+    for module, name in ((cutlass, "join"), (rank_agreement, "agree_on_tables"),
+                         (op, "prove_cutlass")):  # fmt: skip
+        monkeypatch.setattr(module, name, lambda *_, name=name: called.append(name))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    weight = types.SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0), shape=(128, 128))
+    host._prove_cutlass(weight, torch.bfloat16)
+    assert called == ["join", "agree_on_tables", "prove_cutlass"]
+
+
+def test_each_device_is_compared_once_and_only_who_has_tables_waits(groups, monkeypatch):
+    asked = []
+    monkeypatch.setattr(cutlass, "_group", groups[4])
+    monkeypatch.setattr(cutlass, "_devices", [])
+    monkeypatch.setattr(cutlass, "_compared", {})
+    monkeypatch.setattr(
+        agreement, "same", lambda group, *said, wait: asked.append((*said, wait)) or None
+    )
+    monkeypatch.setattr(devices, "device", lambda index: index)
+    monkeypatch.setattr(select, "tables_digest", {2: "", 3: "abc"}.get)
+    for index in (2, 2, 3, 3, 2):  # a layer each
+        rank_agreement.agree_on_tables(torch.device("cuda", index))
+    assert asked == [("0/tables", "none", False), ("1/tables", "abc", True)]
+
+
+def test_under_deterministic_inference_no_rank_is_asked(monkeypatch):
+    monkeypatch.setattr(op, "_deterministic", True)
+    monkeypatch.setattr(cutlass, "same", None)
+    rank_agreement.agree_on_tables(torch.device("cuda", 0))
 
 
 RANK = """

@@ -26,6 +26,7 @@ _proven: dict[tuple, dict[str, str | None]] = {}  # (device, n, k, dtype) -> nam
 _host_kernel: str | None = None  # the kernel of the host's own `auto`
 _group: agreement.Group | None = None
 _devices: list[int | None] = []  # that verdicts were asked for, in their order
+_compared: dict[tuple, str | None] = {}  # (ranks, question) -> why they differ
 
 
 def offer(product: Callable | None, *, is_default: bool) -> None:
@@ -58,7 +59,7 @@ def forget() -> None:
     """Forget every kernel, verdict and rank, and what was offered (tests)."""
     global _host_kernel, _group
     _host_kernel = _group = None
-    for memory in (_kernels, _broken, _proven, _devices):
+    for memory in (_kernels, _broken, _proven, _devices, _compared):
         memory.clear()
     libraries.forget()
 
@@ -141,11 +142,23 @@ def agreed(question: str, device: torch.device, why: str | None) -> str | None:
     Every rank has to ask, in any order. A process with layers on several devices asks for each:
     its first device means every rank's first, whatever their numbers are.
     """
+    return why if _group is None else agreement.settle(_group, _named(question, device), why)
+
+
+def same(question: str, device: torch.device, value: str, *, wait: bool) -> str | None:
+    """Return None where all ranks say the same (see `agreement.same`), asked once per device."""
     if _group is None:
-        return why
+        return None
+    key = (_group.ranks, _named(question, device))
+    if key not in _compared:
+        _compared[key] = agreement.same(_group, key[1], value, wait=wait)
+    return _compared[key]
+
+
+def _named(question: str, device: torch.device) -> str:
     if device.index not in _devices:
         _devices.append(device.index)
-    return agreement.settle(_group, f"{_devices.index(device.index)}/{question}", why)
+    return f"{_devices.index(device.index)}/{question}"
 
 
 def _load(name: str) -> str | None:

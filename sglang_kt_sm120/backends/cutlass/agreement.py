@@ -66,17 +66,43 @@ def ranks_of_host() -> tuple[Any, int, tuple[int, ...]]:
         return None, 0, ()
 
 
-def settle(group: Group, question: str, why: str | None) -> str | None:
+def same(group: Group, question: str, value: str, *, wait: bool = True) -> str | None:
+    """Return None where every rank says the same, else why not.
+
+    The first value that is written is what the others compare theirs with.
+
+    Args:
+        group, question: As for `settle`.
+        value: What this rank says, not empty.
+        wait: False for a rank to which the others' answers make no difference.
+    """
+    try:
+        first = group.store.compare_set(f"{_base(group, question)}/first", "", value)
+    except Exception as error:  # a store that is gone
+        logger.warning("sglang-kt-sm120: ranks cannot compare their %s: %s", question, error)
+        return "the ranks could not agree on it"
+    differs = None if first == value.encode() else f"ranks have different {question}"
+    return settle(group, question, differs, wait=wait)
+
+
+def _base(group: Group, question: str) -> str:
+    return f"{PREFIX}/{'-'.join(map(str, group.ranks))}/{question}"
+
+
+def settle(group: Group, question: str, why: str | None, *, wait: bool = True) -> str | None:
     """Return the verdict of all ranks: None where each found None, else why not.
 
     Args:
         group: The ranks; every one asks the same questions, in any order, each once.
         question: What the verdict is about; names a key of the store.
         why: This rank's own verdict.
+        wait: False where a yes of this rank needs no answer: it is said, and that is all.
     """
-    base = f"{PREFIX}/{'-'.join(map(str, group.ranks))}/{question}"
+    base = _base(group, question)
     try:
         group.store.set(f"{base}/{group.rank}", why or YES)
+        if not wait and why is None:
+            return None
         decision = _decision(group, base, why)
     except Exception as error:  # a store that is gone; what this rank saw is all there is
         logger.warning("sglang-kt-sm120: ranks cannot agree on %s: %s", question, error)
