@@ -67,8 +67,28 @@ def test_a_short_run_is_right_resumable_and_served(places, record_property):
     written = store.read(store.user_file(devices.device(0).name), devices.device(0))
     assert written.refused == ()
     assert len(written.shapes) == 2
+    assert_served(second["cases"])
     third = tune("--m", "1,4,64", "--budget", "1s")
     assert third["cases"] == second["cases"]
+
+
+def assert_served(cases: list[dict]) -> None:
+    """The table that was written decides each case; where a row names a kernel, that one serves."""
+    forget()
+    device = devices.device(0)
+    for case in cases:
+        problem = op.problem_of(case["m"], case["n"], case["k"], torch.bfloat16)
+        answer = store.lookup(problem, device)
+        assert answer is not None, case
+        assert answer.found.file == store.user_file(device.name)
+        assert (answer.row.m, answer.row.backend) == (case["m"], case["backend"])
+        known = op.known_cutlass(DEVICE, case["n"], case["k"], torch.bfloat16)
+        choice = select.choose(problem, device, known)
+        if case["backend"] is None:  # nothing beat the heuristic
+            assert choice.evidence == "heuristic"
+        else:
+            assert (choice.evidence, choice.backend) == ("user table", case["backend"])
+            assert dataclasses.asdict(choice.config) == case["config"]
 
 
 def put(config: heuristic.Config) -> select.Device:
