@@ -218,10 +218,12 @@ def tables(device) -> tuple[Found, ...]:
 def forget() -> None:
     """Read the files anew at the next question (tests, and `tune` after it has written)."""
     _tables.cache_clear()
+    said.cache_clear()
     _refused.clear()
     _left.clear()
 
 
+@functools.cache
 def said(device) -> str:
     """Return a digest of every row that may decide on `device`, in their order; "" for none.
 
@@ -237,6 +239,7 @@ def leave(device, reason: str) -> bool:
     if device in _left:
         return False
     _left.add(device)
+    said.cache_clear()
     logger.warning(
         "sglang-kt-sm120: tuned tables are left alone (%s); the heuristic serves. Ranks need the "
         "same tables: copy one host's %s to the others, with the same package versions.",
