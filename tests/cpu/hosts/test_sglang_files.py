@@ -37,10 +37,10 @@ def test_the_host_finds_the_file_and_takes_the_nearest_m(era, build, tmp_path):
     assert f"{sglang_files.LAUNCHER}(" in linear
 
     wide = sglang_files.Stock((64, 64, 128, 1, 8, 4)).as_dict()
-    cases = {
-        f"stock:2112,7168,{m}": {"n": 2112, "k": 7168, "m": m, "config": config}
+    cases = [
+        {"n": 2112, "k": 7168, "m": m, "config": config}
         for m, config in ((1, sglang_files.DEFAULT), (64, wide))
-    }
+    ]
     sglang_files.write(tmp_path / "configs", cases, CARD)
     torch = SimpleNamespace(_dynamo=SimpleNamespace(is_compiling=lambda: False))
     names = {
