@@ -7,10 +7,11 @@ from collections.abc import Callable
 
 import torch
 
-from sglang_kt_sm120 import checks, op, scales, select
+from sglang_kt_sm120 import checks, eager, scales, select
 
 logger = logging.getLogger("sglang_kt_sm120")
 BLOCK_SIZE = [select.BLOCK, select.BLOCK]
+_is_compiling, _is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
 
 
 class Sm120BlockFp8Linear:
@@ -23,7 +24,7 @@ class Sm120BlockFp8Linear:
 
     def __init__(self, stock: Callable):
         self.stock = stock
-        self.prepared: op.Prepared | None = None
+        self.prepared: eager.Prepared | None = None
         self.__name__ = "sm120_block_fp8_linear"  # sglang prints the function's name
 
     def __repr__(self) -> str:
@@ -58,7 +59,7 @@ class Sm120BlockFp8Linear:
         index = weight.get_device()
         kept = self.prepared
         if kept is None or kept.shape != weight.shape or kept.index != index:
-            self.prepared = op.Prepared(n, k, weight.device)
+            self.prepared = eager.Prepared(n, k, weight.device)
         elif kept.counters is not None:
             kept.counters.zero_()  # what a paused server left there is anybody's guess
 
@@ -102,23 +103,21 @@ class Sm120BlockFp8Linear:
                     input=input, weight=weight, block_size=block_size, weight_scale=weight_scale,
                     input_scale=input_scale, bias=bias, **newer,
                 )  # fmt: skip
-        if torch.is_grad_enabled() and input.requires_grad:
+        if _is_grad_enabled() and input.requires_grad:
             raise RuntimeError(
                 "sglang_kt_sm120: block-FP8 layers are for inference and have no gradient; "
                 "call them under torch.no_grad() or torch.inference_mode()"
             )
-        x = input if input.dim() == 2 else input.reshape(-1, input.shape[-1])
-        if (
-            input_scale is None
-            and self.prepared is not None
-            and not torch.compiler.is_compiling()
-            and op.is_plain(x)
-        ):
-            output = op.plain_linear(self.prepared, x, weight, weight_scale)
-        elif input_scale is None:
-            output = torch.ops.sglang_kt_sm120.block_fp8_linear(
-                x, weight, weight_scale, self.counters
-            )
+        flat = input.dim() == 2
+        x = input if flat else input.reshape(-1, input.shape[-1])
+        output = None
+        if input_scale is None:
+            if self.prepared is not None and not _is_compiling():
+                output = eager.linear(self.prepared, x, weight, weight_scale)
+            if output is None:
+                output = torch.ops.sglang_kt_sm120.block_fp8_linear(
+                    x, weight, weight_scale, self.counters
+                )
         else:
             if input_scale.dim() > 2 and input_scale.shape[:-1] != input.shape[:-1]:
                 raise ValueError(
@@ -131,4 +130,4 @@ class Sm120BlockFp8Linear:
             )
         if bias is not None:
             output += bias
-        return output if input.dim() == 2 else output.view(*input.shape[:-1], weight.shape[0])
+        return output if flat else output.view(*input.shape[:-1], weight.shape[0])

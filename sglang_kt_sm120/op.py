@@ -30,7 +30,7 @@ PREFILL_TILES = 512
 
 _deterministic = False
 _choices: dict[tuple, tuple] = {}  # decided products: see _decide
-_generation = 0  # how often choices were forgotten: see Prepared
+generation = 0  # how often choices were forgotten: see eager.py
 _launched: set[tuple] = set()  # kernel variants that ran, or are about to, outside of capture
 _slots: dict[tuple[int, int], int] = {}  # (device, stream) -> row of a layer's counters
 _slots_lock = threading.Lock()
@@ -50,8 +50,8 @@ def is_deterministic() -> bool:
 
 def forget_choices() -> None:
     """Decide every product anew, after something that decisions depend on has changed."""
-    global _generation
-    _generation += 1
+    global generation
+    generation += 1
     _choices.clear()
 
 
@@ -209,8 +209,14 @@ def prove_cutlass(
     return after
 
 
-def _run(x, x_scale, weight, weight_scale, out_dtype, counters, decision=None):
-    """Check, decide and launch one product; `decision` receives (run, configuration)."""
+def run(x, x_scale, weight, weight_scale, out_dtype, counters, decision=None):
+    """Check, decide and launch one product: what both ops do.
+
+    Args:
+        x, x_scale, weight, weight_scale, out_dtype, counters: As the ops take them; x_scale None
+            where x is to be quantised.
+        decision: Receives (the backend's run, its configuration) where something was launched.
+    """
     m, n = x.shape[0], weight.shape[0]
     key = (
         select.bucket(max(m, 1)), x.shape[1:], weight.shape, weight_scale.shape, x.dtype, out_dtype,
@@ -228,7 +234,7 @@ def _run(x, x_scale, weight, weight_scale, out_dtype, counters, decision=None):
     first = decided is None
     if first:
         decided = _decide(x, x_scale, weight, weight_scale, out_dtype)
-    run, choice, variant = decided
+    launch, choice, variant = decided
     x = aligned(x)
     if not weight_scale.is_contiguous() or weight_scale.data_ptr() % 16:
         weight_scale = weight_scale.clone(memory_format=torch.contiguous_format)
@@ -236,15 +242,15 @@ def _run(x, x_scale, weight, weight_scale, out_dtype, counters, decision=None):
         x_scale = x_scale.clone(memory_format=torch.preserve_format)
     index = x.get_device()
     if counters is not None:
-        slot = _slot(index) if index == counters.get_device() >= 0 else counters.shape[0]
-        counters = counters[slot] if slot < counters.shape[0] else None
+        row = stream_row(index) if index == counters.get_device() >= 0 else counters.shape[0]
+        counters = counters[row] if row < counters.shape[0] else None
     with contextlib.nullcontext() if _is_current(index) else torch.cuda.device(index):
-        out = run(x, weight, weight_scale, x_scale, out_dtype, choice.config, counters)
+        out = launch(x, weight, weight_scale, x_scale, out_dtype, choice.config, counters)
     if first:  # only what has run once is known to be compiled
         _choices[key] = decided
         _launched.add(variant)
     if decision is not None:
-        decision.append((run, choice.config))
+        decision.append((launch, choice.config))
     return out
 
 
@@ -265,7 +271,7 @@ def _is_current(index: int) -> bool:
     return index < 0 or torch._C._cuda_getDevice() == index
 
 
-def _slot(index: int) -> int:
+def stream_row(index: int) -> int:
     """Return the row of a layer's counters that belongs to the current stream of this device."""
     stream = (index, torch._C._cuda_getCurrentRawStream(index))
     slot = _slots.get(stream)
@@ -276,83 +282,12 @@ def _slot(index: int) -> int:
     return slot
 
 
-def is_plain(x: torch.Tensor) -> bool:
-    """True where the dispatcher would do nothing but call our implementation.
-
-    That is eager mode with an ordinary tensor: no fake tensors, no dispatch mode, no functorch
-    transform. (Under torch.compile the caller asks `torch.compiler.is_compiling()` first.)
-    """
-    return (
-        type(x) is torch.Tensor
-        and not torch._C._len_torch_dispatch_stack()
-        and torch._C._functorch.peek_interpreter_stack() is None
-    )
-
-
-class Prepared:
-    """What one loaded layer keeps for its eager calls.
-
-    Attributes:
-        counters: From `counters_for`, or None on the CPU.
-        rows: The rows of `counters`, one per stream.
-        shape: The layer's [N, K].
-        index: Its CUDA device, -1 for the CPU.
-        decided: (bucket of M, weight's shape, dtype, device) -> (backend's run, configuration).
-            The shape, because hosts may share one callable between layers.
-        generation: The `forget_choices` that `decided` is younger than.
-    """
-
-    def __init__(self, n: int, k: int, device: torch.device):
-        self.counters = counters_for(n, k, device)
-        self.rows = [] if self.counters is None else list(self.counters.unbind())
-        self.shape = torch.Size((n, k))
-        self.index = -1 if self.counters is None else self.counters.get_device()
-        self.decided: dict[tuple, tuple] = {}
-        self.generation = _generation
-
-    def __getstate__(self) -> dict:
-        return self.__dict__ | {"decided": {}}
-
-
-def plain_linear(prepared: Prepared, x, weight, weight_scale) -> torch.Tensor:
-    """Do what `block_fp8_linear` does, for a prepared layer and an x that `is_plain`.
-
-    The dispatcher, and checks that a prepared layer has behind it, would cost more than a decode
-    kernel runs; so eager calls of a layer come here.
-    """
-    m, k = x.shape
-    index = x.get_device()  # -1 for the CPU
-    if prepared.generation != _generation:
-        prepared.decided.clear()
-        prepared.generation = _generation
-    dtype = x.dtype
-    shape = weight.shape
-    key = (m if m <= select.DECODE_M else select.bucket(m), shape, dtype, index)
-    decided = prepared.decided.get(key)
-    if decided is None or k != shape[1] or not m:
-        decision: list[tuple] = []
-        out = _run(x, None, weight, weight_scale, dtype, prepared.counters, decision)
-        if decision:
-            (prepared.decided[key],) = decision
-        return out
-    run, config = decided
-    x = aligned(x)
-    if index < 0:
-        return run(x, weight, weight_scale, None, dtype, config, None)
-    slot = _slot(index) if index == prepared.index else COUNTER_SLOTS
-    row = prepared.rows[slot] if slot < COUNTER_SLOTS else None
-    if torch._C._cuda_getDevice() == index:
-        return run(x, weight, weight_scale, None, dtype, config, row)
-    with torch.cuda.device(index):
-        return run(x, weight, weight_scale, None, dtype, config, row)
-
-
 def _linear_impl(x, weight, weight_scale, counters=None):
-    return _run(x, None, weight, weight_scale, x.dtype, counters)
+    return run(x, None, weight, weight_scale, x.dtype, counters)
 
 
 def _gemm_impl(a, b, a_scale, b_scale, out_dtype, counters=None):
-    return _run(a, a_scale, b, b_scale, out_dtype, counters)
+    return run(a, a_scale, b, b_scale, out_dtype, counters)
 
 
 def _linear_fake(x, weight, weight_scale, counters=None):

@@ -146,7 +146,7 @@ def _job(problem: select.Problem, device: select.Device, weight: torch.Tensor) -
 
 @contextlib.contextmanager
 def one_process_at_a_time(job: str, seconds: float = LOCK_SECONDS) -> Iterator[None]:
-    """Hold the lock of Triton's cache folder, for at most `seconds` of waiting, until `job` is done.
+    """Hold the lock of Triton's cache folder, waiting at most `seconds`, unless `job` is done.
 
     Processes that share the cache then compile one after another, so that all but the first only
     read. Once one has done the job, a file in the cache says so, and nobody waits for it again.

@@ -251,11 +251,11 @@ parallel_state = types.ModuleType("parallel_state")
 parallel_state.get_tp_group = lambda: types.SimpleNamespace(rank=rank, ranks=[0, 1])
 sys.modules["sglang.srt.distributed.parallel_state"] = parallel_state
 cutlass.join(*agreement.ranks_of_host())
-before = op._generation
+before = op.generation
 for _ in range(3):
     ranks.agree_on_tables(torch.device("cuda", rank))
 choice = select.choose(select.Problem(4, 2112, 7168), card)
-print("evidence:", choice.evidence, "forgotten:", op._generation - before)
+print("evidence:", choice.evidence, "forgotten:", op.generation - before)
 torch.distributed.barrier()
 """
 

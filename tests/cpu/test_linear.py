@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
+import types
 
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from sglang_kt_sm120 import op
+from sglang_kt_sm120 import eager, op
 from sglang_kt_sm120.backends import reference
 from sglang_kt_sm120.linear import Sm120BlockFp8Linear
 from tests.helpers import activation, assert_right, block_fp8
@@ -203,8 +205,8 @@ def test_copies_and_pickles(layer):
 
 def test_a_layer_decides_anew_when_decisions_are_forgotten(layer, monkeypatch):
     """As when deterministic inference is asked for after the first layers were made."""
-    x, decisions, original = activation(2, K), [], op._run
-    monkeypatch.setattr(op, "_run", lambda *a: decisions.append(a) or original(*a))
+    x, decisions, original = activation(2, K), [], op.run
+    monkeypatch.setattr(op, "run", lambda *a: decisions.append(a) or original(*a))
     op.forget_choices()
     for expected in (1, 1):
         call(layer, x)
@@ -288,3 +290,44 @@ def test_a_number_of_rows_that_is_unknown_compiles_once(ran):
         assert torch.equal(compiled(x), model(x))
         assert ran == [m, m][: 2 * m]
     assert counter.frame_count == 1
+
+
+@torch.no_grad()
+def test_every_stream_has_its_own_counters_and_keeps_them(monkeypatch):
+    """Calls on ten streams in turn, on a device that is made up: whose counters does each get?"""
+    layer = Sm120BlockFp8Linear(stock)
+    weight, scale = block_fp8(N, K)
+    layer.prepare(weight, scale)
+    prepared, now, given = layer.prepared, types.SimpleNamespace(device=0, stream=0, x=0), []
+    prepared.index, prepared.rows = 0, [f"row {i}" for i in range(op.COUNTER_SLOTS)]
+    monkeypatch.setattr(op, "_slots", {})
+    monkeypatch.setattr(eager, "_current_stream", lambda index: 100 * index + now.stream)
+    monkeypatch.setattr(eager, "_current_device", lambda: now.device)
+    raw = lambda index: 100 * index + now.stream  # noqa: E731
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", raw, raising=False)
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda self: now.x)
+    monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
+
+    def launch(x, weight, scale, x_scale, dtype, config, row):
+        given.append(row)
+        return x
+
+    def call(stream: int, x: int = 0):
+        now.stream, now.x = stream, x
+        key = (2, weight.shape, torch.bfloat16, x)
+        prepared.decided[key] = (launch, None)
+        layer(input=activation(2, K), weight=weight, block_size=[128, 128], weight_scale=scale)
+        return given[-1]
+
+    first = [call(stream) for stream in range(10)]
+    assert first == [*prepared.rows, None, None]
+    assert [call(stream) for stream in (9, 0, 0, 3, 9, 3)] == [
+        None, "row 0", "row 0", "row 3", None, "row 3",
+    ]  # fmt: skip
+    assert call(3, x=1) is None  # a tensor on another device than the layer's
+    assert call(3) == "row 3"
+    prepared.latest = (3, "stale")
+    op.forget_choices()
+    monkeypatch.setattr(op, "run", lambda *a: a[-1].append((launch, None)) or a[0])
+    layer(input=activation(2, K), weight=weight, block_size=[128, 128], weight_scale=scale)
+    assert call(3) == "row 3"  # decided anew, and nothing of before is kept

@@ -206,13 +206,13 @@ def test_one_compilation_serves_every_m(monkeypatch):
 @torch._inductor.config.patch(force_disable_caches=True)  # they do not know an op's tags
 def test_inductor_hands_strides_over_as_they_are(monkeypatch):
     """It would lay `product` out otherwise, and the op would have to copy it."""
-    layer, seen, original = Layer(), [], op._run
+    layer, seen, original = Layer(), [], op.run
 
     def run(x, *arguments):
         seen.append(x.stride())
         return original(x, *arguments)
 
-    monkeypatch.setattr(op, "_run", run)
+    monkeypatch.setattr(op, "run", run)
 
     def both(x):
         columns, product = x[:, 128:512], (x[:, :384].t() * 2).t()
