@@ -134,7 +134,8 @@ def versions() -> dict[str, str]:
                 version = metadata.version(name)
             except Exception:  # not installed, or metadata that nobody can read
                 continue
-            found.setdefault(kernel.name, []).append(f"{name} {version}")
+            if version:  # None where an interrupted pip left an empty folder
+                found.setdefault(kernel.name, []).append(f"{name} {version}")
     return {name: ", ".join(listed) for name, listed in found.items()}
 
 

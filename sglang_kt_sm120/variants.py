@@ -95,7 +95,11 @@ def _each_once(layers, device, dtype, deterministic, prequantised) -> list[Met]:
         for fixed in deterministic:
             for given in prequantised:
                 first = select.Problem(1, n, k, dtype, given, fixed)
-                for m in representatives(first, device):
+                try:
+                    ms = representatives(first, device)
+                except select.NoBackend:  # forced or switched off by hand: none of ours is met
+                    continue
+                for m in ms:
                     problem = replace(first, m=m)
                     config = select.choose(problem, device).config
                     if isinstance(config, heuristic.Config):

@@ -56,24 +56,25 @@ def layer(linear, weight: torch.Tensor, weight_scale: torch.Tensor, dtype: torch
     ms = representatives(problem, device, cutlass)
     if not device.cuda or (weight.is_cuda and torch.cuda.is_current_stream_capturing()):
         return
-    # Ranks share the kernel cache: one compiles, the others read.
-    with one_process_at_a_time(_job(problem, device, weight)):
-        if (weight.device, dtype) not in _warmed:
-            start = time.perf_counter()
-            count = _compile(weight, weight_scale, dtype, device, problem.deterministic)
-            seconds = time.perf_counter() - start
-            logger.info("sglang-kt-sm120: %d kernel variants ready in %.1f s", count, seconds)
-            _warmed.add((weight.device, dtype))
-        failure = None
-        try:
+    failure, launching = None, False
+    try:
+        # Ranks share the kernel cache: one compiles, the others read.
+        with one_process_at_a_time(_job(problem, device, cutlass, weight, ms)):
+            if (weight.device, dtype) not in _warmed:
+                start = time.perf_counter()
+                count = _compile(weight, weight_scale, dtype, device, problem.deterministic)
+                seconds = time.perf_counter() - start
+                logger.info("sglang-kt-sm120: %d kernel variants ready in %.1f s", count, seconds)
+                _warmed.add((weight.device, dtype))
+            launching = True
             _launch(linear, weight, weight_scale, dtype, ms)
-        except Exception as error:  # whatever a tuned configuration fails with
-            if not select.tuned_rows(problem, device):
-                raise
-            failure = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    except Exception as error:  # whatever a tuned configuration fails with
+        if not launching or not select.tuned_rows(problem, device):
+            raise
+        failure = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
     if select.tuned_rows(problem, device) and _one_rank_failed(problem, device, weight, failure):
         ms = representatives(problem, device, cutlass)
-        with one_process_at_a_time(_job(problem, device, weight)):  # another: the table is dropped
+        with one_process_at_a_time(_job(problem, device, cutlass, weight, ms)):
             _launch(linear, weight, weight_scale, dtype, ms)
     _warmed.add(key)
 
@@ -132,15 +133,21 @@ def _compile(weight, weight_scale, dtype, device: select.Device, deterministic: 
     return len({config.variant() for config in (*configs, *tuned)})
 
 
-def _job(problem: select.Problem, device: select.Device, weight: torch.Tensor) -> str:
+def _job(problem, device: select.Device, cutlass, weight: torch.Tensor, ms: list[int]) -> str:
     """Return a name for what warming a layer compiles, the same for every rank that does it."""
     import triton
 
     from sglang_kt_sm120.configs import table
 
-    tuned = [select.tuned_rows(problem, device), select.tuned_configs(device)]
+    choices = [select.choose(replace(problem, m=m), device, cutlass) for m in ms]
+    met = [(choice.backend, choice.config) for choice in choices]
     arch = devices.arch(weight.device.index if weight.is_cuda else None)
-    facts = (triton.__version__, table.revisions(), device, arch, env.PDL.get(), problem, tuned)
+    # Triton's variables name its assembler and change what it makes; the folder is where we are.
+    told = {k: v for k, v in os.environ.items() if k.startswith("TRITON_") and "_DIR" not in k}
+    facts = (
+        triton.__version__, table.revisions(), device, arch, env.PDL.get(), problem, met,
+        select.tuned_configs(device), sorted(told.items()),
+    )  # fmt: skip
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
 
@@ -149,9 +156,9 @@ def one_process_at_a_time(job: str, seconds: float = LOCK_SECONDS) -> Iterator[N
     """Hold the lock of Triton's cache folder, waiting at most `seconds`, unless `job` is done.
 
     Processes that share the cache then compile one after another, so that all but the first only
-    read. Once one has done the job, a file in the cache says so, and nobody waits for it again.
-    Where no lock is to be had, or kernels were deleted and that file was not, each compiles for
-    itself: slower, never wrong.
+    read. Once one has done the job, a file in the cache says so, and nobody waits for it again; a
+    job that raises is not done. Where no lock is to be had, or the cache is cold though that file
+    is there (kernels were deleted, say), each compiles for itself: slower, never wrong.
     """
     folder = system.triton_cache()
     done = folder / f"sglang-kt-sm120-{job}.done"

@@ -13,6 +13,7 @@ import io
 import re
 import subprocess
 import tempfile
+import threading
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +28,7 @@ from sglang_kt_sm120.kernels import probe
 
 N, K = 4096, 4096  # of the layer that is compiled for; N is a multiple of 16, as models' are
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_asking = threading.Lock()
 _POINTERS = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
@@ -133,13 +135,18 @@ class Features:
     tokens: int
 
 
-@functools.cache
 def features(arch: str) -> Features:
     """Ask the compiler what it can do for `arch` ("sm_120a"), once per process.
 
     Raises:
         Whatever Triton or its ptxas raises where it cannot compile for `arch` at all.
     """
+    with _asking:  # stdout is the whole process's: one at a time may turn it away
+        return _features(arch)
+
+
+@functools.cache
+def _features(arch: str) -> Features:
     capability = int(re.sub(r"\D", "", arch))
 
     def ptx(m: int, n: int, unit_scaled: bool = False) -> str:

@@ -19,6 +19,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -311,10 +312,10 @@ class _Place:
     def capability(self) -> tuple[int, int]:
         if self.device is not None:
             return self.device.capability
-        major, _, minor = self.gpu["capability"].partition(".")
-        if not (major.isdigit() and minor.isdigit()):
+        parts = re.fullmatch(r"(\d{1,3})\.(\d{1,3})", self.gpu["capability"], re.ASCII)
+        if parts is None:
             raise BadTable(f"gpu.capability is {self.gpu['capability']!r}")
-        return int(major), int(minor)
+        return int(parts[1]), int(parts[2])
 
     def changed(self, kernel: str) -> bool:
         """True where a kernel of ours is another than when the table was made."""

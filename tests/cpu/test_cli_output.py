@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
+import time
 import types
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -198,3 +201,19 @@ def test_asking_the_compiler_prints_nothing(capfd):
 
     assert compiling._tried(refused, 16) == 16
     assert capfd.readouterr().out == ""
+
+
+def test_threads_that_ask_the_compiler_leave_stdout_alone(monkeypatch):
+    """A server's threads may be the first to ask, all at once."""
+
+    def slow(*_, through, **__):
+        time.sleep(0.05)
+        through.compiled.append(types.SimpleNamespace(asm={"ptx": "mma.sync.e4m3"}))
+
+    monkeypatch.setattr(compiling.probe, "probe", slow)
+    before = sys.stdout
+    compiling._features.cache_clear()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(compiling.features, ("sm_120a", "sm_121a", "sm_120a", "sm_121a")))
+    compiling._features.cache_clear()
+    assert sys.stdout is before

@@ -131,6 +131,13 @@ def test_ranks_that_say_the_same_go_on_and_others_do_not(groups):
     assert time.monotonic() - started < 3  # nobody waits out the 5 s
 
 
+def test_a_rank_that_is_late_for_the_tables_is_waited_for_later(groups):
+    """It may still be loading experts; kernels are asked about after that."""
+    groups[4].seconds = 0.2
+    assert "did not answer" in agreement.same(groups[4], "late tables", "a")
+    assert not groups[4].silent
+
+
 def test_who_waits_for_no_answer_is_not_held_up(groups):
     """The others never come: a rank without tables loads its model all the same."""
     started = time.monotonic()

@@ -418,6 +418,7 @@ def test_versions_are_read_from_metadata_and_import_nothing(tmp_path):
         info = tmp_path / f"{name.replace('-', '_')}-{version}.dist-info"
         info.mkdir()
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    (tmp_path / "flashinfer_python-0.6.3.dist-info").mkdir()  # what an interrupted pip leaves
     code = (
         f"import sys; sys.path[:0] = [{str(tmp_path)!r}]\n"
         "from sglang_kt_sm120.configs import table\n"

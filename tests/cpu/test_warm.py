@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import multiprocessing
 import time
+from dataclasses import replace
 
 import pytest
 import torch
 
-from sglang_kt_sm120 import devices, op, select, shapes, system, warm
+from sglang_kt_sm120 import devices, env, heuristic, limits, op, select, shapes, system, warm
+from sglang_kt_sm120.configs import store, table
 
 RTX = "NVIDIA RTX PRO 6000 Blackwell Server Edition"
 
@@ -78,6 +80,83 @@ def test_a_job_that_failed_is_not_done(tmp_path, monkeypatch):
     with pytest.raises(RuntimeError, match="out of memory"), warm.one_process_at_a_time("job"):
         raise RuntimeError("out of memory")
     assert not list(tmp_path.glob("*.done"))
+
+
+GEFORCE = "NVIDIA GeForce RTX 5090"
+
+
+@pytest.fixture
+def loading(monkeypatch, tmp_path):
+    """A layer of a card that is made up, about to be warmed; nothing is launched."""
+    card = devices.describe(GEFORCE)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv(env.CONFIG_DIR.name, str(tmp_path / "tables"))
+    monkeypatch.setattr(devices, "device", lambda index: card)
+    monkeypatch.setattr(devices, "arch", lambda index: None)
+    monkeypatch.setattr(warm, "_warmed", set())
+    store.forget()
+    yield torch.zeros(7168, 2048, dtype=torch.float8_e4m3fn), torch.ones(56, 16)
+    store.forget()
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"), [(env.BACKEND, "cutlass"), (env.DISABLED_BACKENDS, "triton")]
+)
+def test_a_server_without_our_kernels_loads(loading, variable, value, monkeypatch):
+    """What no CUTLASS kernel could serve is none of this layer's business."""
+    proven = limits.Known(("flashinfer",), (), "flashinfer")
+    monkeypatch.setenv(variable.name, value)
+    monkeypatch.setattr(op, "known_cutlass", lambda *_: proven)
+    called = []
+    warm.layer(lambda **call: called.append(call["input"].shape[0]), *loading, torch.bfloat16)
+    assert called
+
+
+def tuned_table() -> None:
+    card, config = devices.describe(GEFORCE), replace(heuristic.SHORT8, splits=4, chunk=9)
+    row = {"m": 4, "backend": "triton", "config": store.config_dict(config)}
+    shape = {"n": 7168, "k": 2048, "dtype": "bfloat16", "rows": [row]}
+    head = {"schema": 1, "gpu": store.facts(card), "kernels": table.revisions()}
+    store.save(store.user_file(card.name), {**head, "shapes": [shape]})
+
+
+def test_what_takes_the_place_of_a_failed_configuration_is_compiled_in_turn(loading, monkeypatch):
+    """The job that failed is not done, and the heuristic's kernels are another job."""
+    tuned_table()
+    jobs, launched, real = [], [], warm._locked
+
+    def locked(folder, seconds):
+        jobs.append(len(list(folder.glob("*.done"))))
+        return real(folder, seconds)
+
+    def launch(linear, weight, scale, dtype, ms):
+        launched.append(ms)
+        if len(launched) == 1:
+            raise RuntimeError("out of resource: shared memory")
+
+    monkeypatch.setattr(warm, "_locked", locked)
+    monkeypatch.setattr(warm, "_launch", launch)
+    monkeypatch.setattr(warm, "_compile", lambda *_: 0)
+    warm.layer(None, *loading, torch.bfloat16)
+    assert len(launched) == 2
+    assert jobs == [0, 0]  # the lock was taken for both, and nothing was done after the first
+    assert len(list(system.triton_cache().glob("*.done"))) == 1
+
+
+def test_a_job_is_named_after_what_it_compiles(loading, monkeypatch):
+    weight, _ = loading
+    problem, card = select.Problem(1, 7168, 2048), devices.describe(GEFORCE)
+    none, ms = select.NOTHING_KNOWN, [1, 9, 300]
+
+    def job(cutlass=none, ms=ms):
+        return warm._job(problem, card, cutlass, weight, ms)
+
+    jobs = [job(), job(ms=[1, 9]), job(limits.Known(("flashinfer",), (), "flashinfer"))]
+    monkeypatch.setenv("TRITON_PTXAS_PATH", "/opt/cuda/bin/ptxas")
+    jobs.append(job())
+    assert len(set(jobs)) == 4
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/elsewhere")
+    assert job() == jobs[-1]
 
 
 def test_a_lock_that_is_never_freed_does_not_stop_a_server(tmp_path, monkeypatch, caplog):

@@ -269,8 +269,9 @@ READ = """
 import json, os, sys, torch
 from sglang_kt_sm120 import graphs, shapes, warm
 watching, seen = False, []
+WATCHED = ("open", "os.listdir", "os.scandir", "import", "ctypes.dlopen", "subprocess.Popen")
 def hook(event, arguments):  # it stays for good, hence `watching`, and a process of its own
-    if watching and event in ("open", "ctypes.dlopen", "subprocess.Popen"):
+    if watching and event in WATCHED:
         seen.append(f"{event} {arguments[0]}")
 sys.addaudithook(hook)
 layer = graphs.Layer(shapes.Linear("x", 2112, 1152), torch.device("cuda", 0))

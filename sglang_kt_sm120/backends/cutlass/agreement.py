@@ -82,7 +82,11 @@ def same(group: Group, question: str, value: str, *, wait: bool = True) -> str |
         logger.warning("sglang-kt-sm120: ranks cannot compare their %s: %s", question, error)
         return "the ranks could not agree on it"
     differs = None if first == value.encode() else f"ranks have different {question}"
-    return settle(group, question, differs, wait=wait)
+    silent = group.silent
+    try:
+        return settle(group, question, differs, wait=wait)
+    finally:  # the first question of a load: a rank that is late for it may come yet
+        group.silent = silent
 
 
 def _base(group: Group, question: str) -> str:
