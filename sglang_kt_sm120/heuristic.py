@@ -156,10 +156,8 @@ def _filled(variant: Config, problem, device, per_sm: float = 64) -> tuple[Confi
 
 def _up_to_8(problem, device) -> Config:
     """Four K blocks at once for small layers; one, in more programs, for large ones."""
-    if getattr(device, "tokens", 8) > 8:  # this Triton has no product with 8 tokens
+    if getattr(device, "tokens", 8) > 8 or problem.prequantised:  # no 8-token tiles for it
         return _up_to_16(problem, device)
-    if problem.prequantised:
-        return _split(ROWS16, problem, device)
     weight = problem.n * problem.k
     if weight > 50_000_000:
         return _even_waves(WIDE8, problem, device)
