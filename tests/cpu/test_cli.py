@@ -10,18 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from sglang_kt_sm120 import cli, devices, env
-
-RTX = "NVIDIA RTX PRO 6000 Blackwell Server Edition"
-runner = CliRunner()
-
-
-def run(*arguments: str, code: int = 0):
-    result = runner.invoke(cli.app, list(arguments))
-    assert result.exit_code == code, result.output
-    return result
+from sglang_kt_sm120 import devices, env
+from tests.commands import RTX, run
 
 
 @pytest.mark.parametrize("spelling", ["bf16", "bfloat16", "BF16", "fp16", "float16"])

@@ -6,19 +6,10 @@ import json
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from sglang_kt_sm120 import cli, devices, env, limits, select, system
+from sglang_kt_sm120 import devices, env, limits, select, system
 from sglang_kt_sm120.configs import store, table
-
-RTX = "NVIDIA RTX PRO 6000 Blackwell Server Edition"
-runner = CliRunner()
-
-
-def run(*arguments: str, code: int = 0):
-    result = runner.invoke(cli.app, list(arguments))
-    assert result.exit_code == code, result.output
-    return result
+from tests.commands import RTX, run
 
 
 def test_explain_answers_without_a_gpu_and_from_the_object_that_routes():

@@ -11,19 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from rich.markup import escape
-from typer.testing import CliRunner
 
-from sglang_kt_sm120 import cli, devices, env, graphs
+from sglang_kt_sm120 import devices, env, graphs
 from sglang_kt_sm120.aot import compiling
-
-RTX = "NVIDIA RTX PRO 6000 Blackwell Server Edition"
-runner = CliRunner()
-
-
-def run(*arguments: str, code: int = 0):
-    result = runner.invoke(cli.app, list(arguments))
-    assert result.exit_code == code, result.output
-    return result
+from tests.commands import RTX, run
 
 
 @pytest.mark.parametrize("columns", [None, 40, 60, 80, 120])

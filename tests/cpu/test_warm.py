@@ -166,6 +166,15 @@ def test_a_lock_that_is_never_freed_does_not_stop_a_server(tmp_path, monkeypatch
     assert "another process has held" in caplog.text
 
 
+def test_who_has_nothing_to_compile_does_not_wait_for_who_has(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    with warm.one_process_at_a_time("known"):
+        pass
+    with warm.one_process_at_a_time("new"), warm.one_process_at_a_time("known", seconds=0.2):
+        pass
+    assert caplog.text == ""
+
+
 def test_a_folder_that_cannot_be_written_does_not_stop_a_server(monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", "/proc/nobody/writes/here")
     with warm.one_process_at_a_time("job"):
