@@ -62,7 +62,7 @@ def linear(prepared: Prepared, x, weight, weight_scale) -> torch.Tensor | None:
     """Do what `op.block_fp8_linear` does, where the dispatcher would do nothing but call us.
 
     That is for an ordinary tensor: no fake tensors, no dispatch mode, no functorch transform.
-    (Under torch.compile the caller asks `torch.compiler.is_compiling()` first.)
+    (Under torch.compile the caller asks `torch.compiler.is_dynamo_compiling()` first.)
 
     Args:
         prepared: The layer's.

@@ -11,7 +11,9 @@ from sglang_kt_sm120 import checks, eager, scales, select
 
 logger = logging.getLogger("sglang_kt_sm120")
 BLOCK_SIZE = [select.BLOCK, select.BLOCK]
-_is_compiling, _is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
+# Only Dynamo has to be told: whatever else traces hands over fake tensors or sets a dispatch mode,
+# which the eager path asks for itself. (`torch.compiler.is_compiling` costs two calls more.)
+_is_dynamo_compiling, _is_grad_enabled = torch.compiler.is_dynamo_compiling, torch.is_grad_enabled
 
 
 class Sm120BlockFp8Linear:
@@ -112,7 +114,7 @@ class Sm120BlockFp8Linear:
         x = input if flat else input.reshape(-1, input.shape[-1])
         output = None
         if input_scale is None:
-            if self.prepared is not None and not _is_compiling():
+            if self.prepared is not None and not _is_dynamo_compiling():
                 output = eager.linear(self.prepared, x, weight, weight_scale)
             if output is None:
                 output = torch.ops.sglang_kt_sm120.block_fp8_linear(
