@@ -42,11 +42,11 @@ class Gpu:
 GPUS = (
     Gpu(
         "RTX PRO 6000",
-        r"RTX PRO 6000( Blackwell)?( Server| Workstation| Max-Q Workstation)?( Edition)?",
+        r"RTX PRO 6000( Blackwell)?( Server| Workstation| Max-Q( Workstation)?)?( Edition)?",
         "rtx_pro", (12, 0), 188, 128 << 20, 1792.0,
     ),
     Gpu("RTX 5090", r"(GeForce )?RTX 5090", "geforce", (12, 0), 170, 96 << 20, 1792.0),
-    Gpu("GB10", r"GB10", "gb10", (12, 1), 48, 24 << 20, 273.0),
+    Gpu("GB10", r"GB10|DGX Spark", "gb10", (12, 1), 48, 24 << 20, 273.0),
 )  # fmt: skip
 #: Words of a name that say what kind of GPU it is, whatever the card.
 CLASSES = {"geforce": "geforce", "rtx pro": "rtx_pro"}
@@ -65,7 +65,10 @@ def describe(name: str, **measured) -> select.Device:
     gpu = next((gpu for gpu in GPUS if _is_called(gpu, name)), None)
     if gpu is None and "sm_count" not in measured:
         known = ", ".join(repr(gpu.pattern) for gpu in GPUS)
-        raise ValueError(f"unknown GPU {name!r}; known without the card: {known} and its editions")
+        raise ValueError(
+            f"unknown GPU {name!r}; known without the card: {known}, and whole names such as "
+            "'NVIDIA RTX PRO 6000 Blackwell Server Edition'"
+        )
     facts = {}
     if gpu is not None:
         facts = {
@@ -123,6 +126,14 @@ def sm120_names() -> list[str]:
         for index in range(torch.cuda.device_count())
         if is_sm120(capability(index))
     ]
+
+
+def first_sm120() -> int | None:
+    """Return the index of the first visible CUDA device that is SM12x, None where there is none."""
+    import torch
+
+    indices = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    return next((index for index in indices if is_sm120(capability(index))), None)
 
 
 @functools.cache

@@ -1,7 +1,9 @@
 """Eager calls of a loaded layer, past the dispatcher and past checks that its loading has made.
 
-Those would cost more than a decode kernel runs. Under torch.compile, and for anything but an
-ordinary tensor, the registered op is called instead (linear.py); both end in the same kernels.
+Those would cost more than a decode kernel runs. What `op.run` and `op.aligned` do is therefore
+written out here again, where a call of either would count: they change together. Under
+torch.compile, and for anything but an ordinary tensor, the registered op is called instead
+(linear.py); both end in the same kernels.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ from sglang_kt_sm120 import op, select
 # Looked up once: a few dozen look-ups take as long as a small kernel.
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _functorch_transforms = torch._C._functorch.peek_interpreter_stack
+_is_jit_tracing = torch._C._is_tracing
+_function_modes = torch._C._is_torch_function_mode_enabled  # make_fx(pre_dispatch=True) sets one
 _current_device = getattr(torch._C, "_cuda_getDevice", None)  # no CPU build has these two
 _current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
@@ -61,7 +65,8 @@ class Prepared:
 def linear(prepared: Prepared, x, weight, weight_scale) -> torch.Tensor | None:
     """Do what `op.block_fp8_linear` does, where the dispatcher would do nothing but call us.
 
-    That is for an ordinary tensor: no fake tensors, no dispatch mode, no functorch transform.
+    That is for an ordinary tensor where no mode, transform or tracer of torch's watches: they would
+    see the allocation of the output, and not what a kernel writes there.
     (Under torch.compile the caller asks `torch.compiler.is_dynamo_compiling()` first.)
 
     Args:
@@ -75,7 +80,13 @@ def linear(prepared: Prepared, x, weight, weight_scale) -> torch.Tensor | None:
     Raises:
         TypeError, ValueError: As `op.block_fp8_linear`, where such a call was not met before.
     """
-    if type(x) is not torch.Tensor or _dispatch_modes() or _functorch_transforms() is not None:
+    if (
+        type(x) is not torch.Tensor
+        or _dispatch_modes()
+        or _functorch_transforms() is not None
+        or _is_jit_tracing()
+        or _function_modes()
+    ):
         return None
     m, k = x.shape
     index = x.get_device()  # -1 for the CPU

@@ -11,8 +11,8 @@ from sglang_kt_sm120 import checks, eager, scales, select
 
 logger = logging.getLogger("sglang_kt_sm120")
 BLOCK_SIZE = [select.BLOCK, select.BLOCK]
-# Only Dynamo has to be told: whatever else traces hands over fake tensors or sets a dispatch mode,
-# which the eager path asks for itself. (`torch.compiler.is_compiling` costs two calls more.)
+# Dynamo, which traces what is not called, takes this for True; of all else that traces the eager
+# path sees for itself. (`torch.compiler.is_compiling` costs two calls more.)
 _is_dynamo_compiling, _is_grad_enabled = torch.compiler.is_dynamo_compiling, torch.is_grad_enabled
 
 

@@ -57,6 +57,11 @@ def from_model(path: str | Path, note: Callable[[str], None] = lambda text: None
         config = whole.get("text_config", whole)
         quant = whole.get("quantization_config") or config.get("quantization_config") or {}
         block = _block(quant, note)
+        if block is None:
+            raise ValueError(
+                f"{file}: no block-FP8 weights in its quantization_config, so no layer of this "
+                "model would be ours; this package serves [128, 128] block-FP8 models"
+            )
         if block != [BLOCK, BLOCK]:
             raise ValueError(
                 f"{file}: the weight block is {block}; this package serves [128, 128] block-FP8 "

@@ -130,13 +130,23 @@ def problem_of(m: int, n: int, k: int, dtype: torch.dtype, prequantised: bool = 
 
 
 def _decide(x, x_scale, weight, weight_scale, out_dtype) -> tuple:
-    """Decide a product that was not met before; return (backend's run, choice, variant's key)."""
+    """Decide a product that was not met before; return (backend's run, choice, variant's key).
+
+    While a CUDA graph is captured, a kernel whose first launch it would be is refused: compiling
+    it, or loading its module, would kill the capture with an error that names neither.
+    """
     n, k = weight.shape
     index = x.device.index if x.device.type == "cuda" else None
+    capturing = index is not None and _is_capturing(x.device)
+    # Where nothing ran before, deciding would itself read tables and ask the compiler.
+    if capturing and not any(key[2] == x.device for key in _launched):
+        raise _first_in_capture(x, n, k, x_scale)
     device = devices.device(index)
     problem = problem_of(x.shape[0], n, k, out_dtype, prequantised=x_scale is not None)
     choice = select.choose(problem, device, known_cutlass(x.device, n, k, out_dtype))
-    key = _require_compiled(choice, problem, x, x_scale) if index is not None else None
+    key = None if index is None else _key(choice, problem, x, x_scale)
+    if capturing and key not in _launched:
+        raise _first_in_capture(x, n, k, x_scale)
     backend = import_module(f"{NAMESPACE}.backends.{choice.backend}")
     options = {"arch": devices.arch(index), "pdl": env.PDL.get()}
     if hasattr(backend, "plan"):  # works out once what no call of this layer changes
@@ -144,28 +154,25 @@ def _decide(x, x_scale, weight, weight_scale, out_dtype) -> tuple:
     return functools.partial(backend.run, **options), choice, key
 
 
-def _require_compiled(choice, problem: select.Problem, x: torch.Tensor, x_scale) -> tuple:
-    """Refuse a kernel whose first launch would fall into a CUDA-graph capture; return its key.
+def _is_capturing(device: torch.device) -> bool:
+    with torch.cuda.device(device):  # capture is asked of a device's current stream
+        return torch.cuda.is_current_stream_capturing()
 
-    Compiling it, or loading its module, would kill the capture with an error that names neither.
-    """
+
+def _key(choice, problem: select.Problem, x: torch.Tensor, x_scale) -> tuple:
+    """Return what tells apart the kernels that are compiled for these operands."""
     variant = choice.config.variant() if hasattr(choice.config, "variant") else None
     key = (choice.backend, variant, x.device, x.dtype, problem.dtype, problem.n % 16 == 0)
-    key += () if x_scale is None else _specialised(x_scale)
-    with torch.cuda.device(x.device):  # capture is asked of a device's current stream
-        capturing = torch.cuda.is_current_stream_capturing()
-    if capturing:
-        checks.require(
-            key in _launched,
-            RuntimeError,
-            f"no kernel for M={x.shape[0]} N={problem.n} K={problem.k} is compiled yet, and none "
-            "may be compiled while a CUDA graph is captured. Call the layer once with such an "
-            "input before capture (sglang does)"
-            + (
-                "" if x_scale is not None else ", or `sglang_kt_sm120.warm.layer` when it is loaded"
-            ),
-        )
-    return key
+    return key if x_scale is None else key + _specialised(x_scale)
+
+
+def _first_in_capture(x: torch.Tensor, n: int, k: int, x_scale) -> RuntimeError:
+    warm = ", or `sglang_kt_sm120.warm.layer` when it is loaded" if x_scale is None else ""
+    return RuntimeError(
+        f"{NAMESPACE}: no kernel for M={x.shape[0]} N={n} K={k} is compiled yet, and none may be "
+        "compiled while a CUDA graph is captured. Call the layer once with such an input before "
+        f"capture (sglang does){warm}"
+    )
 
 
 def _specialised(scale: torch.Tensor) -> tuple:
@@ -176,6 +183,14 @@ def _specialised(scale: torch.Tensor) -> tuple:
 def known_cutlass(device: torch.device, n: int, k: int, dtype: torch.dtype) -> limits.Known:
     """Return what the probes have said by now of the host's CUTLASS kernels on this shape."""
     return import_module(f"{NAMESPACE}.backends.cutlass").known(device.index, n, k, dtype)
+
+
+def cutlass_to_prove(
+    device: torch.device, n: int, k: int, dtype: torch.dtype
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return `select.wanted_kernels` for a layer of this shape on CUDA device `device`."""
+    default = known_cutlass(device, n, k, dtype).host_default
+    return select.wanted_kernels(problem_of(1, n, k, dtype), devices.device(device.index), default)
 
 
 def prove_cutlass(
@@ -198,10 +213,10 @@ def prove_cutlass(
     before = cutlass.known(device.index, n, k, dtype)
     if device.type != "cuda":
         return before
-    facts = devices.device(device.index)
-    named, anyone = select.wanted_kernels(problem_of(1, n, k, dtype), facts, before.host_default)
+    named, anyone = cutlass_to_prove(device, n, k, dtype)
     if every:
-        named, anyone = select.usable_kernels(problem_of(1, n, k, dtype), facts), ()
+        problem = problem_of(1, n, k, dtype)
+        named, anyone = select.usable_kernels(problem, devices.device(device.index)), ()
     options = {"arch": devices.arch(device.index)}
     after = cutlass.prove(device, n, k, dtype, named, anyone, **options)
     if after != before:

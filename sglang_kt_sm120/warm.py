@@ -25,14 +25,16 @@ from sglang_kt_sm120.variants import representatives
 
 logger = logging.getLogger("sglang_kt_sm120")
 LOCK_SECONDS = 120.0
+BLOCK_SIZE = [select.BLOCK, select.BLOCK]
 
-_warmed: set[tuple] = set()  # (device, n, k, dtype) of layers, (device, dtype) of `_compile`
+_warmed: set[tuple] = set()  # what layers, and `_compile`, need not do again
 
 
 def layer(linear, weight: torch.Tensor, weight_scale: torch.Tensor, dtype: torch.dtype) -> None:
-    """Launch once every kernel that this layer can meet; nothing where its shape was warmed before.
+    """Launch once every kernel that this layer can meet.
 
-    The first layer of a process compiles, in parallel, what DeepSeek-R1's and smaller shapes need
+    Does nothing where its shape was warmed before, nor while a CUDA graph is captured. The first
+    layer of a process compiles, in parallel, what DeepSeek-R1's and smaller shapes need
     (`variants.SHAPES`), so that later layers find their kernels; one line says how many and how
     long. Input that arrives quantised is not met here: no released host gives any to a function
     that is not its own, and every start would pay for it.
@@ -47,42 +49,47 @@ def layer(linear, weight: torch.Tensor, weight_scale: torch.Tensor, dtype: torch
         select.NoBackend: A backend is forced that cannot serve this layer.
     """
     n, k = weight.shape
-    key = (weight.device, n, k, dtype)
-    if key in _warmed:
+    key = (weight.device, n, k, dtype, op.is_deterministic())
+    if key in _warmed or (weight.is_cuda and torch.cuda.is_current_stream_capturing()):
         return
     problem = op.problem_of(1, n, k, dtype)
     cutlass = op.known_cutlass(weight.device, n, k, dtype)
     device = devices.device(weight.device.index if weight.is_cuda else None)
     ms = representatives(problem, device, cutlass)
-    if not device.cuda or (weight.is_cuda and torch.cuda.is_current_stream_capturing()):
+    if not device.cuda:
         return
+    every = (weight.device, dtype, problem.deterministic)  # what `_compile` makes for all layers
     failure, launching = None, False
     try:
         # Ranks share the kernel cache: one compiles, the others read.
         with one_process_at_a_time(_job(problem, device, cutlass, weight, ms)):
-            if (weight.device, dtype) not in _warmed:
+            if every not in _warmed:
                 start = time.perf_counter()
                 count = _compile(weight, weight_scale, dtype, device, problem.deterministic)
                 seconds = time.perf_counter() - start
                 logger.info("sglang-kt-sm120: %d kernel variants ready in %.1f s", count, seconds)
-                _warmed.add((weight.device, dtype))
+                _warmed.add(every)
             launching = True
             _launch(linear, weight, weight_scale, dtype, ms)
     except Exception as error:  # whatever a tuned configuration fails with
         if not launching or not select.tuned_rows(problem, device):
             raise
         failure = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-    if select.tuned_rows(problem, device) and _one_rank_failed(problem, device, weight, failure):
+    if select.tuned_rows(problem, device) and _drop_tables_if_a_rank_failed(
+        problem, device, weight, failure
+    ):
         ms = representatives(problem, device, cutlass)
         with one_process_at_a_time(_job(problem, device, cutlass, weight, ms)):
             _launch(linear, weight, weight_scale, dtype, ms)
     _warmed.add(key)
 
 
-def _one_rank_failed(problem, device: select.Device, weight: torch.Tensor, failure) -> bool:
-    """Leave the shape to the heuristic on every rank where a tuned configuration failed on one.
+def _drop_tables_if_a_rank_failed(
+    problem, device: select.Device, weight: torch.Tensor, failure
+) -> bool:
+    """Leave the shape to the heuristic on every rank if a tuned configuration failed on one.
 
-    Outside of the lock: ranks wait for each other here.
+    Returns whether one did. Outside of the lock: ranks wait for each other here.
     """
     n, k = weight.shape
     agreed = import_module("sglang_kt_sm120.backends.cutlass").agreed
@@ -97,7 +104,7 @@ def _one_rank_failed(problem, device: select.Device, weight: torch.Tensor, failu
 def _launch(linear, weight, weight_scale, dtype, ms: list[int]) -> None:
     for m in ms:
         x = torch.zeros(m, weight.shape[1], dtype=dtype, device=weight.device)
-        linear(input=x, weight=weight, block_size=[128, 128], weight_scale=weight_scale)
+        linear(input=x, weight=weight, block_size=BLOCK_SIZE, weight_scale=weight_scale)
     if weight.is_cuda:
         torch.cuda.synchronize(weight.device)
 

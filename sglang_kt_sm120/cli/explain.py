@@ -51,7 +51,7 @@ def explain(
     from sglang_kt_sm120 import limits, system
 
     dtype = parse_dtype(dtype)
-    layers, ms = linears(shape, model, shape_set, tp), parse_ms(m)
+    layers, ms = linears(shape, model, shape_set, tp), parse_ms(m, least=0)
     device = asked_device(gpu, or_cpu=True)
     host = system.guarded(system.host)
     default = host.get("cutlass", False) if host_cutlass is None else host_cutlass

@@ -21,14 +21,26 @@ from sglang_kt_sm120.cli.options import (
     ShapeOption,
     TpOption,
     asked_device,
+    bad,
     fail,
+    gpu_to_run_on,
     linears,
     need,
-    need_gpu,
     parse_dtype,
     parse_ms,
 )
-from sglang_kt_sm120.cli.output import err, out, print_json, table
+from sglang_kt_sm120.cli.output import (
+    out,
+    print_error,
+    print_finding,
+    print_json,
+    print_note,
+    progress,
+    table,
+)
+
+#: Sets whose decode schedules are judged on a card of 188 SMs, whatever layers are asked for.
+JUDGED_SETS = ("deepseek-r1", "qwen3.6-27b")
 
 
 def graphs(
@@ -37,53 +49,78 @@ def graphs(
     shape_set: SetOption = None,
     tp: TpOption = 1,
     bs: Annotated[
-        str | None, typer.Option(help="Batch sizes (default: sglang's own list, 1 to 256).")
+        str | None,
+        typer.Option(
+            help="Batch sizes (default: sglang's own list up to 256; a server's log names its own)."
+        ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Capture CUDA graphs of a model's layers, replay them, and compare with eager bit for bit."""
-    from rich.progress import Progress
+    """Capture CUDA graphs of a model's layers, replay them, and compare with eager bit for bit.
 
+    Exit codes: 0 every graph equals eager, 1 one does not or could not be made, 2 a value that no
+    option takes, 3 no CUDA device.
+    """
     layers = linears(shape, model, shape_set, tp)
-    sizes = parse_ms(bs) if bs else None
-    if sizes and min(sizes) < 1:
-        raise typer.BadParameter("batch sizes start at 1")
-    need_gpu()
+    sizes = None if bs is None else parse_ms(bs, "--bs")
+    index = gpu_to_run_on()
     import torch
 
-    from sglang_kt_sm120 import graphs
+    from sglang_kt_sm120 import graphs, host, op
+    from sglang_kt_sm120.backends import cutlass
 
     sizes = sizes or graphs.sglang_batch_sizes(256)
-    device = torch.device("cuda", torch.cuda.current_device())
-    rows = []
-    with Progress(console=err, transient=True) as progress:
-        task = progress.add_task("capturing", total=len(sizes))
+    device, name = torch.device("cuda", index), torch.cuda.get_device_name(index)
+    host.offer_cutlass()
+    wanted = {
+        kernel
+        for layer in layers
+        for kernels in op.cutlass_to_prove(device, layer.n, layer.k, torch.bfloat16)
+        for kernel in kernels
+    }
+    if any(map(cutlass.is_built_at_use, wanted)):
+        print_note("the host's CUTLASS kernel is tried first; building it once takes nvcc minutes")
+    rows, stopped = [], None
+    with progress() as bar:
+        task = bar.add_task("making layers", total=len(sizes))
         try:
             for row in graphs.check(layers, sizes, device):
                 rows.append(row)
-                progress.update(task, advance=1, description=f"captured batch size {row.bs}")
+                bar.update(task, advance=1, description=f"captured batch size {row.bs}")
         except torch.OutOfMemoryError as error:
-            text = f"{error}; is a server running on this GPU? Stop it first, or take fewer --shape"
-            raise fail(text, EXIT_PROBLEM) from None
+            stopped = (
+                f"{error} Is a server running on this GPU? Stop it first; or take a larger --tp, "
+                "or a smaller --bs"
+            )
         except Exception as error:  # the layers could not be made: no batch size to name
-            raise fail(f"{type(error).__name__}: {error}", EXIT_PROBLEM) from error
-    ok = all(row.equal for row in rows)
+            stopped = f"{type(error).__name__}: {error}"
+    ok = stopped is None and all(row.equal for row in rows)
     if as_json:
-        name = torch.cuda.get_device_name(device)
-        print_json(ok, device=name, rows=[dataclasses.asdict(row) for row in rows])
-        raise typer.Exit(0 if ok else EXIT_PROBLEM)
-    columns = ("batch size", "kernels per graph", "capture ms", "pool MiB", "replay us", "equal")
-    shown = table(*columns, title=torch.cuda.get_device_name(device))
-    for row in rows:
-        kernels = "?" if row.kernels is None else str(row.kernels)
-        mark = "[green]✓[/]" if row.equal else "[red]✗[/]"
-        numbers = (f"{row.capture_ms:.2f}", f"{row.pool_mib:.1f}", f"{row.replay_us:.1f}")
-        shown.add_row(str(row.bs), kernels, *numbers, mark)
-    shown.show()
+        why = {"error": stopped} if stopped else {}
+        print_json(ok, **why, device=name, rows=[dataclasses.asdict(row) for row in rows])
+    elif rows:
+        _print_graphs(name, rows)
     for row in rows:
         for failure in row.failures:
-            err.print(f"[red]batch size {row.bs}:[/] {escape(failure)}")
+            print_finding(f"batch size {row.bs}", failure)
+    if stopped:
+        print_error(stopped)
     raise typer.Exit(0 if ok else EXIT_PROBLEM)
+
+
+def _print_graphs(name: str, rows: list) -> None:
+    columns = ("batch size", "kernels per graph", "capture ms", "pool MiB", "replay us", "equal")
+    shown = table(*columns, title=name)
+    for row in rows:
+        values = (row.kernels, row.capture_ms, row.pool_mib, row.replay_us)
+        formats = ("d", ".2f", ".1f", ".1f")
+        numbers = (
+            "?" if value is None else format(value, how)
+            for value, how in zip(values, formats, strict=True)
+        )  # fmt: skip
+        mark = "[green]✓[/]" if row.equal else "[red]✗[/]"
+        shown.add_row(str(row.bs), *numbers, mark)
+    shown.show()
 
 
 def warm(
@@ -97,8 +134,6 @@ def warm(
     as_json: JsonOption = False,
 ) -> None:
     """Compile a model's kernels into Triton's cache ahead of serving, also without a GPU."""
-    from rich.progress import Progress
-
     dtype = parse_dtype(dtype)
     layers, device = linears(shape, model, shape_set, tp), asked_device(gpu)
     need("torch", "triton")
@@ -116,20 +151,24 @@ def warm(
             EXIT_PROBLEM,
         )
     arch = devices.arch_of(seen=device.capability, real=device.capability)
-    kernels = []
-    with Progress(console=err, transient=True) as progress:
-        task = progress.add_task("compiling", total=None)
-        found = ahead.compile_all(
-            layers, devices.as_this_triton_can(device), arch, env.PDL.get(),
-            dtype=getattr(torch, dtype), jobs=jobs,
-        )  # fmt: skip
-        for done, total, item in found:
-            kernels.append(dataclasses.asdict(item))
-            progress.update(task, completed=done, total=total)
+    kernels, cache = [], system.triton_cache()
+    try:
+        with progress() as bar:
+            task = bar.add_task("compiling", total=None)
+            found = ahead.compile_all(
+                layers, devices.as_this_triton_can(device), arch, env.PDL.get(),
+                dtype=getattr(torch, dtype), jobs=jobs,
+            )  # fmt: skip
+            for done, total, item in found:
+                kernels.append(dataclasses.asdict(item))
+                bar.update(task, completed=done, total=total)
+    except OSError as error:
+        text = f"{error}. Triton's cache is {cache}; TRITON_CACHE_DIR names another folder"
+        raise fail(text, EXIT_PROBLEM) from None
     if as_json:
-        print_json(True, cache=str(system.triton_cache()), kernels=kernels)
+        print_json(True, cache=str(cache), kernels=kernels)
         return
-    out.print(f"{len(kernels)} kernel variants for {device.name} in {system.triton_cache()}")
+    out.print(f"{len(kernels)} kernel variants for {device.name} in {cache}", highlight=False)
 
 
 def aot(
@@ -149,19 +188,17 @@ def aot(
     """Compile every kernel that selection can return, and judge registers, spills and SASS."""
     wanted = [parse_dtype(name) for name in dtype]
     need("torch", "triton")
-    from rich.progress import Progress
-
     from sglang_kt_sm120 import aot, shapes
 
     layers = [(layer.n, layer.k) for layer in linears(shape, model, shape_set, tp)]
     unknown = set(arch) - set(aot.ARCHES)
     if unknown:
-        raise typer.BadParameter(f"{sorted(unknown)}: expected {' or '.join(aot.ARCHES)}")
+        raise bad("--arch", f"{sorted(unknown)}: expected {' or '.join(aot.ARCHES)}")
     dtypes = [short for short in aot.DTYPES if not wanted or DTYPES[short] in wanted]
     judged = [(layer.n, layer.k) for name in JUDGED_SETS for layer in shapes.SHAPE_SETS[name]]
     judged = list(dict.fromkeys(judged))
     records, facts, schedules = [], [], []
-    with Progress(console=err, transient=True) as progress:
+    with progress() as bar:
         for target in arch or aot.ARCHES:
             facts += aot.facts(target)
             if not aot.assembler_knows(target):
@@ -172,11 +209,11 @@ def aot(
             }
             configs = sorted(configs, key=aot.name_of)
             total = (len(configs) + 1) * len(dtypes)
-            task = progress.add_task(f"compiling for {target}", total=total)
+            task = bar.add_task(f"compiling for {target}", total=total)
             made = []
             for record in aot.report(configs, target, dtypes, jobs=jobs):
                 made.append(record)
-                progress.update(task, advance=1, description=f"{target} {record['name']}")
+                bar.update(task, advance=1, description=f"{target} {record['name']}")
             records += made
             if made and target == aot.ARCHES[0]:  # 188 SMs, whatever flags a server runs with
                 for given, fixed in ((False, False), (True, False), (False, True)):
@@ -193,10 +230,6 @@ def aot(
     for fact in facts:
         out.print(escape(fact))
     raise typer.Exit(0 if ok else EXIT_PROBLEM)
-
-
-#: Sets whose decode schedules are judged on a card of 188 SMs, whatever layers are asked for.
-JUDGED_SETS = ("deepseek-r1", "qwen3.6-27b")
 
 
 def _cards_of(target: str) -> list:
@@ -243,7 +276,7 @@ def _print_aot(records: list[dict], schedules: list) -> None:
     for record in records:
         for failure in record["failures"]:
             where = f"{record['arch']} {record['name']} {record['dtype']}"
-            err.print(f"[red]{where}:[/] {escape(failure)}")
+            print_finding(where, failure)
     failed = [schedule for schedule in schedules if schedule.failures]
     if not schedules:  # judged with the kernels for sm_120a
         return
@@ -253,7 +286,7 @@ def _print_aot(records: list[dict], schedules: list) -> None:
     )
     for schedule in failed:
         for failure in schedule.failures:
-            err.print(f"[red]{schedule.n} x {schedule.k} from M = {schedule.m}:[/] {failure}")
+            print_finding(f"{schedule.n} x {schedule.k} from M = {schedule.m}", failure)
 
 
 def _resource_table(records: list[dict]):

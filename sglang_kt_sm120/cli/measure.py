@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.markup import escape
 
 from sglang_kt_sm120 import env
 from sglang_kt_sm120.cli import plots
@@ -20,12 +19,12 @@ from sglang_kt_sm120.cli.options import (
     SetOption,
     ShapeOption,
     TpOption,
+    gpu_to_run_on,
     linears,
     need,
-    need_gpu,
     parse_ms,
 )
-from sglang_kt_sm120.cli.output import err, print_json, table
+from sglang_kt_sm120.cli.output import print_finding, print_json, progress, table
 
 
 def bench(
@@ -45,14 +44,10 @@ def bench(
     ] = [],  # noqa: B006
 ) -> None:
     """Time a model's layers: ours, the host's own functions, and reading the weight alone."""
-    from rich.progress import Progress
-
     from sglang_kt_sm120 import shapes
 
     layers = shapes.unique(linears(shape, model, shape_set, tp))
     ms = parse_ms(m)
-    if min(ms) < 1:
-        raise typer.BadParameter("rows start at 1")
     for file in filter(None, (csv_file, plot)):  # minutes of timing must not end in an error
         if not file.parent.is_dir():
             raise typer.BadParameter(f"{file.parent} is no folder")
@@ -62,19 +57,19 @@ def bench(
         records, environment = _read(given)
         _finish(records, environment, as_json, csv_file, plot)
         return
-    need_gpu()
+    index = gpu_to_run_on()
     from sglang_kt_sm120 import bench, devices, host
 
     candidates = bench.candidates(
-        devices.device(0), devices.arch(0), env.PDL.get(), host.linear_functions()
+        devices.device(index), devices.arch(index), env.PDL.get(), host.linear_functions()
     )
     records: list[bench.Record] = []
-    with Progress(console=err, transient=True) as progress:
-        task = progress.add_task("timing", total=len(layers) * len(ms))
+    with progress() as bar:
+        task = bar.add_task("timing", total=len(layers) * len(ms))
 
         def show(latest) -> None:
             first = latest[0]
-            progress.update(task, advance=1, description=f"{first.shape} M={first.m}")
+            bar.update(task, advance=1, description=f"{first.shape} M={first.m}")
 
         records = bench.run(layers, ms, candidates, progress=show)
     _finish(records, bench.environment(), as_json, csv_file, plot)
@@ -136,7 +131,7 @@ def _print(records) -> None:
     for record in records:
         if record.note:
             where = f"{record.candidate} {record.shape} M={record.m}"
-            err.print(f"[yellow]{where}:[/] {escape(record.note)}")
+            print_finding(where, record.note, "yellow")
 
 
 def _write_csv(file: Path, rows: list[dict]) -> None:

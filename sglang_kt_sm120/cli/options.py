@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from sglang_kt_sm120 import devices
 from sglang_kt_sm120.cli.output import print_error, print_failure, print_note
 
 EXIT_PROBLEM, EXIT_USAGE, EXIT_NO_GPU = 1, 2, 3
@@ -28,7 +29,11 @@ SetOption = Annotated[
 ]
 TpOption = Annotated[int, typer.Option(min=1, help="Tensor-parallel size (for --model and --set).")]
 GpuOption = Annotated[
-    str | None, typer.Option(help="A GPU's name; the card itself is not needed then.")
+    str | None,
+    typer.Option(
+        help=f"A GPU's name ({', '.join(gpu.pattern for gpu in devices.GPUS)}; an edition's whole "
+        "name); the card itself is not needed then."
+    ),
 ]
 
 
@@ -39,12 +44,17 @@ def fail(message: str, code: int) -> typer.Exit:
     return typer.Exit(code)
 
 
+def bad(option: str, message: str) -> typer.BadParameter:
+    """Return the error of a value that `option` does not take; it ends with EXIT_USAGE."""
+    return typer.BadParameter(message, param_hint=option)
+
+
 def parse_dtype(text: str) -> str:
     """Return "bfloat16" or "float16"; typer.BadParameter where `text` is no spelling of either."""
     try:
         return DTYPES[text.lower()]
     except KeyError:
-        raise typer.BadParameter(f"{text!r}: expected {', '.join(DTYPES)}") from None
+        raise bad("--dtype", f"{text!r}: expected {', '.join(DTYPES)}") from None
 
 
 def parse_shape(text: str):
@@ -56,21 +66,24 @@ def parse_shape(text: str):
         if n <= 0 or k <= 0 or k % 128:
             raise ValueError
     except ValueError:
-        raise typer.BadParameter(
-            f"{text!r}: expected N,K with K a multiple of 128, such as 2112,7168"
+        raise bad(
+            "--shape", f"{text!r}: expected N,K with K a multiple of 128, such as 2112,7168"
         ) from None
     return Linear(f"{n}x{k}", n, k)
 
 
-def parse_ms(text: str) -> list[int]:
-    """Return the batch sizes in "1,16,4096"; typer.BadParameter where they are none."""
+def parse_ms(text: str, option: str = "--m", least: int = 1) -> list[int]:
+    """Return the numbers of rows in "1,16,4096", each once; typer.BadParameter where it has none.
+
+    `option` is what they were given by, `least` the smallest that it takes.
+    """
     try:
         values = [int(part) for part in text.split(",")]
-        if min(values) < 0:
-            raise ValueError
     except ValueError:
-        raise typer.BadParameter(f"{text!r}: expected numbers of rows such as 1,16,4096") from None
-    return values
+        raise bad(option, f"{text!r}: expected numbers of rows such as 1,16,4096") from None
+    if min(values) < least:
+        raise bad(option, f"{text!r}: rows start at {least}")
+    return list(dict.fromkeys(values))
 
 
 def linears(shape: list[str], model: str | None, shape_set: str | None, tp: int) -> list:
@@ -91,12 +104,12 @@ def linears(shape: list[str], model: str | None, shape_set: str | None, tp: int)
         else:
             found = shapes.SHAPE_SETS.get(shape_set or DEFAULT_SET)
     except OSError as error:
-        raise typer.BadParameter(f"{error}; --model takes a local folder or config.json") from None
+        text = f"{error}; it takes a local folder or config.json (a name on a hub is not looked up)"
+        raise bad("--model", text) from None
     except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
+        raise bad("--model", str(error)) from None
     if found is None:
-        known = ", ".join(shapes.SHAPE_SETS)
-        raise typer.BadParameter(f"no shape set {shape_set!r}; there are {known}")
+        raise bad("--set", f"no set {shape_set!r}; there are {', '.join(shapes.SHAPE_SETS)}")
     try:
         return shapes.shard(found, tp)
     except ValueError as error:
@@ -152,24 +165,41 @@ def need_gpu() -> None:
     need("triton")
 
 
+def gpu_to_run_on() -> int:
+    """Return the index of the first SM12x GPU, or of the current one, with a note, without any.
+
+    Ends the command as `need_gpu` does where there is no GPU at all.
+    """
+    need_gpu()
+    import torch
+
+    index = devices.first_sm120()
+    if index is None:
+        index = torch.cuda.current_device()
+        print_note(
+            f"no SM120 GPU here: this runs on {torch.cuda.get_device_name(index)}, with its own "
+            "kernels, and says nothing about one"
+        )
+    torch.cuda.set_device(index)
+    return index
+
+
 def asked_device(gpu: str | None, *, or_cpu: bool = False):
     """Return the `select.Device` that --gpu names, or this machine's first SM12x GPU.
 
     `or_cpu`: without a GPU, the CPU where SGLANG_KT_SM120_TEST_CAPABILITY makes it serve.
     """
-    from sglang_kt_sm120 import devices
-
     if gpu:
         try:
             return devices.describe(gpu)
         except ValueError as error:
-            raise typer.BadParameter(str(error)) from None
+            raise bad("--gpu", str(error)) from None
     need("torch")
     import torch
 
-    for index in range(torch.cuda.device_count()):
-        if devices.is_sm120(devices.capability(index)):
-            return devices.device(index)
+    index = devices.first_sm120()
+    if index is not None:
+        return devices.device(index)
     if or_cpu and not torch.cuda.is_available() and devices.is_sm120(devices.capability(None)):
         return devices.device(None)
     raise fail(

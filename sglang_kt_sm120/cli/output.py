@@ -13,6 +13,7 @@ import typer
 from rich.cells import cell_len
 from rich.console import Console
 from rich.markup import escape
+from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 from typer.core import TyperCommand, TyperGroup
@@ -115,6 +116,16 @@ def print_error(message: str) -> None:
     err.print(f"[red]error:[/] {escape(message)}", soft_wrap=True)
 
 
+def print_finding(where: str, what: str, colour: str = "red") -> None:
+    """Print to stderr, as one line that can be searched for, what was found wrong, and where."""
+    err.print(f"[{colour}]{escape(where)}:[/] {escape(what)}", soft_wrap=True)
+
+
+def progress() -> Progress:
+    """Return a progress bar on stderr; none where stderr is no terminal."""
+    return Progress(console=err, transient=True, disable=not err.is_terminal)
+
+
 def print_note(message: str) -> None:
     """Print to stderr what a person should know beside the result."""
     err.print(f"[yellow]note:[/] {escape(message)}", soft_wrap=True)
@@ -158,7 +169,7 @@ _UsageError = typer.BadParameter.__bases__[0]  # typer names it only as a base, 
 
 
 class Commands(TyperGroup):
-    """The group of commands; a usage error under --json is a JSON object as well."""
+    """The group of commands; whatever ends one under --json is a JSON object as well."""
 
     def resolve_command(self, ctx, args):
         """Note the words of the command before click reads them."""
@@ -172,4 +183,9 @@ class Commands(TyperGroup):
             return super().invoke(ctx)
         except _UsageError as error:
             print_failure(error.format_message())
+            raise
+        except (typer.Exit, typer.Abort):
+            raise
+        except Exception as error:  # a mistake of ours, or a disk that is full
+            print_failure(f"{type(error).__name__}: {error}")
             raise

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from sglang_kt_sm120 import devices, env
-from tests.commands import RTX, run
+from tests.commands import RTX, pretend_gpus, run
 
 
 @pytest.mark.parametrize("spelling", ["bf16", "bfloat16", "BF16", "fp16", "float16"])
@@ -189,8 +189,8 @@ def test_bench_writes_what_it_timed(us, code, monkeypatch, tmp_path):
     from sglang_kt_sm120 import bench
 
     gpu = devices.describe(RTX)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(devices, "device", lambda index: gpu)
+    pretend_gpus(monkeypatch, ("NVIDIA GeForce RTX 4090", (8, 9)), (RTX, (12, 0)))
+    monkeypatch.setattr(devices, "device", lambda index: (None, gpu)[index])
     monkeypatch.setattr(devices, "arch", lambda index: None)
     monkeypatch.setattr(
         bench, "run", lambda *a, progress, **k: progress(records(us)) or records(us)

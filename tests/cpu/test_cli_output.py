@@ -12,9 +12,10 @@ import pytest
 import torch
 from rich.markup import escape
 
-from sglang_kt_sm120 import devices, env, graphs
+from sglang_kt_sm120 import devices, env, graphs, op, shapes
 from sglang_kt_sm120.aot import compiling
-from tests.commands import RTX, run
+from sglang_kt_sm120.backends import cutlass
+from tests.commands import RTX, pretend_gpus, run
 
 
 @pytest.mark.parametrize("columns", [None, 40, 60, 80, 120])
@@ -83,10 +84,90 @@ def test_what_aot_and_graphs_print_is_whole_at_60_columns(monkeypatch, capsys):
 
 def pretend_a_gpu(monkeypatch, check):
     """Let `graphs` find a GPU, and `check` in place of what captures there."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: RTX)
+    pretend_gpus(monkeypatch, (RTX, (12, 0)))
     monkeypatch.setattr(graphs, "check", check)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "index", "notes"),
+    [
+        ((("NVIDIA GeForce RTX 4090", (8, 9)), (RTX, (12, 0)), (RTX, (12, 0))), 1, 0),
+        ((("NVIDIA GeForce RTX 4090", (8, 9)), ("NVIDIA GB10", (12, 1))), 1, 0),
+        ((("NVIDIA H200", (9, 0)),), 0, 1),
+    ],
+)
+def test_graphs_are_checked_on_the_card_that_serves(gpus, index, notes, monkeypatch):
+    seen = []
+    current = pretend_gpus(monkeypatch, *gpus)
+
+    def check(layers, sizes, device):
+        seen.append(device)
+        yield graphs.Row(1)
+
+    monkeypatch.setattr(graphs, "check", check)
+    result = run("graphs", "--bs", "1", "--json")
+    assert seen == [torch.device("cuda", index)]
+    assert current == [index]
+    assert json.loads(result.stdout)["device"] == gpus[index][0]
+    assert result.stderr.count("says nothing about one") == notes
+
+
+@pytest.mark.parametrize(("wanted", "says"), [((), 0), (("sglang_jit",), 1)])
+def test_graphs_says_before_the_host_builds_for_minutes(wanted, says, monkeypatch):
+    """Only where a choice could take a kernel that is built at its first use."""
+    pretend_a_gpu(monkeypatch, lambda *_: [graphs.Row(1)])
+    monkeypatch.setattr(cutlass, "is_built_at_use", lambda name: True)
+    monkeypatch.setattr(op, "cutlass_to_prove", lambda *_: (wanted, ()))
+    assert run("graphs", "--bs", "1").stderr.count("nvcc minutes") == says
+
+
+def test_the_layers_of_the_graph_check_are_probed_as_a_servers_are(monkeypatch):
+    asked = []
+    monkeypatch.setattr(op, "prove_cutlass", lambda *layer: asked.append(layer))
+    graphs.Layer(shapes.Linear("x", 256, 384), torch.device("cpu"))
+    assert asked == [(torch.device("cpu"), 256, 384, torch.bfloat16)]
+
+
+def test_graphs_keeps_the_rows_that_it_has_when_memory_ends(monkeypatch):
+    def check(*_):
+        yield graphs.Row(16, 12, 1.5, 2.5, 99.5)
+        yield graphs.Row(
+            8, equal=False, failures=["alone: o [7168, 2048]: RuntimeError: " + "x " * 80]
+        )
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    pretend_a_gpu(monkeypatch, check)
+    result = run("graphs", "--bs", "16,8,4", code=1)
+    assert "99.5" in result.stdout
+    assert "batch size 8: alone: o [7168, 2048]: RuntimeError: " + "x " * 80 in result.stderr
+    assert "a larger --tp" in result.stderr
+    assert result.stdout.count("?") == 4  # what was not measured is no zero
+    answer = json.loads(run("graphs", "--bs", "16,8,4", "--json", code=1).stdout)
+    assert answer["ok"] is False
+    assert "out of memory" in answer["error"]
+    assert [row["replay_us"] for row in answer["rows"]] == [99.5, None]
+
+
+def test_an_unforeseen_end_is_an_object_too(monkeypatch):
+    from sglang_kt_sm120 import ahead
+
+    def full(*_, **__):
+        raise PermissionError(13, "Permission denied", "/opt/cache")
+        yield
+
+    arguments = ("warm", "--gpu", RTX, "--shape", "256,256", "--json")
+    monkeypatch.setattr(ahead, "compile_all", full)
+    answer = json.loads(run(*arguments, code=1).stdout)
+    assert "TRITON_CACHE_DIR" in answer["error"]
+    assert "Permission denied" in answer["error"]
+    assert answer["kernels"] == []
+
+    def mistaken(*_, **__):
+        raise KeyError("a mistake of ours")
+
+    monkeypatch.setattr(ahead, "compile_all", mistaken)
+    answer = json.loads(run(*arguments, code=1).stdout)
+    assert answer["error"] == "KeyError: 'a mistake of ours'"
 
 
 def test_graphs_fails_with_shape_batch_size_and_element(monkeypatch):
@@ -104,7 +185,7 @@ def test_graphs_fails_with_shape_batch_size_and_element(monkeypatch):
 @pytest.mark.parametrize(
     ("error", "says"),
     [
-        (torch.OutOfMemoryError("CUDA out of memory"), "is a server running on this GPU"),
+        (torch.OutOfMemoryError("CUDA out of memory"), "Is a server running on this GPU"),
         (RuntimeError("no kernel image"), "RuntimeError: no kernel image"),
     ],
 )

@@ -93,7 +93,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         },
         {"torch", "triton"},
     ),
-    "graphs": ({"linear", "shapes"}, {"torch"}),
+    "graphs": ({"linear", "op", "shapes"}, {"torch"}),
     "variants": ({"heuristic", "limits", "select"}, set()),
     "ahead": ({"select", "shapes", "variants", "backends"}, {"torch", "triton"}),
     "warm": (

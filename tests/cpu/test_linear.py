@@ -10,6 +10,9 @@ import types
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sglang_kt_sm120 import eager, op
 from sglang_kt_sm120.backends import reference
@@ -290,6 +293,82 @@ def test_a_number_of_rows_that_is_unknown_compiles_once(ran):
         assert torch.equal(compiled(x), model(x))
         assert ran == [m, m][: 2 * m]
     assert counter.frame_count == 1
+
+
+def _warmed_model() -> Model:
+    """A model that has run eagerly, so that its eager path is open."""
+    model = Model()
+    for rows in (5, 5, 3):
+        model(activation(rows, K))
+    return model
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("strict", [True, False])
+def test_an_exported_graph_holds_the_op(strict):
+    model, x = _warmed_model(), activation(5, K)
+    rows = {"x": {0: torch.export.Dim("rows", min=2, max=4096)}}
+    program = torch.export.export(model, (x,), strict=strict, dynamic_shapes=rows)
+    assert "sglang_kt_sm120.block_fp8_linear" in str(program.graph)
+    other = activation(9, K)
+    assert torch.equal(program.module()(other), model(other))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("pre_dispatch", [False, True])
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+def test_a_traced_graph_holds_the_op(mode, pre_dispatch):
+    """Else it would hold the output's allocation, and nothing that writes there."""
+    model, x = _warmed_model(), activation(5, K)
+    graph = make_fx(
+        model, tracing_mode=mode, pre_dispatch=pre_dispatch, _allow_non_fake_inputs=True
+    )(x)
+    assert "sglang_kt_sm120.block_fp8_linear" in str(graph.graph)
+    other = activation(5, K)
+    assert torch.equal(graph(other), model(other))
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_a_torchscript_trace_holds_the_op():
+    model, x = _warmed_model(), activation(5, K)
+    traced = torch.jit.trace(model, (x,), check_trace=False)
+    assert "sglang_kt_sm120::block_fp8_linear" in str(traced.inlined_graph)
+    other = activation(5, K)
+    assert torch.equal(traced(other), model(other))
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_transforms_modes_and_fake_tensors_go_through_the_op(ran):
+    model, x = _warmed_model(), activation(5, K)
+    stacked = torch.stack([activation(5, K) for _ in range(3)])
+    expected = torch.stack([model(one) for one in stacked])
+    assert torch.equal(torch.func.vmap(model)(stacked), expected)
+    assert torch.equal(torch.func.functionalize(model)(x), model(x))
+    with Watch() as watch:
+        model(x)
+    assert "sglang_kt_sm120.block_fp8_linear.default" in watch.seen
+    ran.clear()
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    outside = model(mode.from_tensor(x))
+    assert isinstance(outside, FakeTensor)
+    assert outside.shape == (5, N)
+    with mode:
+        assert isinstance(model(torch.empty(5, K, dtype=torch.bfloat16)), FakeTensor)
+    assert ran == []  # nothing was multiplied
+
+
+class Watch(TorchDispatchMode):
+    """Remembers the operators that it sees."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
 
 
 @torch.no_grad()

@@ -12,6 +12,7 @@ from torch.testing._internal.optests import generate_tests
 
 from sglang_kt_sm120 import op, select
 from sglang_kt_sm120.backends import reference
+from sglang_kt_sm120.linear import Sm120BlockFp8Linear
 from tests.helpers import activation, assert_right, block_fp8
 from tests.opchecks import OPCHECKS, bytes_compare
 
@@ -246,6 +247,38 @@ def test_scales_off_their_alignment_are_copied(monkeypatch):
     op.forget_choices()
     assert seen == [[0, 0]]
     assert torch.equal(got, op.fp8_gemm_nt_groupwise(q, weight, q_scale, scale))
+
+
+@pytest.mark.parametrize("way", ["op", "callable"])
+@pytest.mark.parametrize(
+    ("start", "width", "aligned"),
+    [(1, 3 * 384, False), (0, 3 * 384 + 1, False), (16, 3 * 384 + 16, True)],
+)
+def test_an_activation_off_its_alignment_is_copied(way, start, width, aligned, monkeypatch):
+    """Of the pointer and of the rows, as for scales; what is aligned is not copied."""
+    seen, original = [], reference.run
+
+    def run(x, *rest, **options):
+        seen.append((x.data_ptr(), x.data_ptr() % 16, x.stride(0) % 16, x.stride(1)))
+        return original(x, *rest, **options)
+
+    monkeypatch.setattr(reference, "run", run)
+    op.forget_choices()
+    weight, scale = block_fp8(256, 384)
+    linear = Sm120BlockFp8Linear(None)
+    linear.prepare(weight, scale)
+    x = activation(5, width)[:, start : start + 384]
+    with torch.no_grad():
+        for rows in (x, x, x[:1]):  # the second meets what the first has decided
+            seen.clear()
+            if way == "op":
+                got = op.block_fp8_linear(rows, weight, scale)
+            else:
+                got = linear(input=rows, weight=weight, block_size=[128, 128], weight_scale=scale)
+            assert [place[1:] for place in seen] == [(0, 0, 1)]
+            assert (seen[0][0] == rows.data_ptr()) is aligned
+            assert torch.equal(got, op.block_fp8_linear(rows.clone(), weight, scale))
+    op.forget_choices()
 
 
 def test_buckets_have_no_divisibility_paths():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import re
 import time
 from dataclasses import replace
 
@@ -13,6 +14,7 @@ from sglang_kt_sm120 import devices, env, heuristic, limits, op, select, shapes,
 from sglang_kt_sm120.configs import store, table
 
 RTX = "NVIDIA RTX PRO 6000 Blackwell Server Edition"
+BF16 = torch.bfloat16
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -110,6 +112,37 @@ def test_a_server_without_our_kernels_loads(loading, variable, value, monkeypatc
     called = []
     warm.layer(lambda **call: called.append(call["input"].shape[0]), *loading, torch.bfloat16)
     assert called
+
+
+def test_a_start_says_in_one_line_what_it_compiled(loading, monkeypatch, caplog):
+    """For all layers together; again only for what another mode compiles."""
+    caplog.set_level("INFO", logger="sglang_kt_sm120")
+    _, scale = loading
+    launched = []
+    monkeypatch.setattr(warm, "_compile", lambda *_: 17)
+
+    def load():
+        for n, k in ((7168, 2048), (2112, 7168), (7168, 2048)):
+            shape = torch.zeros(n, k, dtype=torch.float8_e4m3fn)
+            warm.layer(lambda **call: launched.append(call["input"].shape), shape, scale, BF16)
+
+    def lines():
+        return [text for text in caplog.messages if "ready in" in text]
+
+    load()
+    (line,) = lines()
+    assert re.fullmatch(r"sglang-kt-sm120: 17 kernel variants ready in \d+\.\d s", line)
+    once = len(launched)
+    assert once
+    load()
+    assert len(launched) == once
+    op.set_deterministic(True)
+    try:
+        load()
+        assert len(lines()) == 2
+        assert len(launched) > once
+    finally:
+        op.set_deterministic(False)
 
 
 def tuned_table() -> None:

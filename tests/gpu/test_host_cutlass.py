@@ -203,6 +203,22 @@ def test_the_hosts_default_serves_prefill_alone(monkeypatch):
             assert_close(got[:, -128:], want[:, -128:])
 
 
+def test_the_graph_check_captures_what_the_host_would_serve(monkeypatch):
+    """Layers of the check are probed as a server's are: above 64 rows its CUTLASS is captured."""
+    sgl_kernel = need("sgl_kernel")
+    cutlass.offer(sgl_kernel.fp8_blockwise_scaled_mm, is_default=True)
+    served, original = [], cutlass.plan
+
+    def plan(config, n, k, **options):
+        served.append((config.kernel, n, k))
+        return original(config, n, k, **options)
+
+    monkeypatch.setattr(cutlass, "plan", plan)
+    rows = list(graphs.check([shapes.Linear("x", 1536, 1024)], [8, 128], device()))
+    assert [row.bs for row in rows if row.equal] == [128, 8]
+    assert served == [("sgl_kernel", 1536, 1024)]
+
+
 def struck_off(name: str, warnings) -> str:
     """Probe a kernel that this GPU cannot run; ours serves, after one warning for all shapes."""
     for n, k in ((1536, 1024), (1024, 512)):
