@@ -50,7 +50,9 @@ cutlass-aot: $(BIN)/.ready ## Build the host's CUTLASS kernels for sm_120a and l
 # In the caller's environment, where its torch is for CUDA; a server's is the one that matters.
 capture-graphs: ## Capture, replay and compare CUDA graphs on this machine's GPU
 	@py=; for env in "$$VIRTUAL_ENV" "$$CONDA_PREFIX"; do \
-	  if [ -z "$$py" ] && [ -n "$$env" ] && "$$env/bin/python" -c 'import sys, torch; sys.exit(not torch.version.cuda)' 2>/dev/null; then py="$$env/bin/python"; fi; \
+	  if [ -n "$$py" ] || [ -z "$$env" ]; then continue; fi; \
+	  if "$$env/bin/python" -c 'import sys, torch; sys.exit(not torch.version.cuda)' 2>/dev/null; then py="$$env/bin/python"; \
+	  else echo "$$env has no torch for CUDA that imports" >&2; fi; \
 	done; \
 	if [ -z "$$py" ]; then make -s VENV="$(VENV)" PY="$(PY)" "$(BIN)/.ready" || exit 1; py="$(BIN)/python"; fi; \
 	"$$py" -c 'import rich, typer' 2>/dev/null || { echo "$$py has torch for CUDA, but not this package's commands: $$py -m pip install . first" >&2; exit 1; }; \

@@ -50,6 +50,8 @@ def test_an_environment_without_cuda_gives_way(tmp_path):
     without, conda = environment(tmp_path / "cpu", cuda=False), environment(tmp_path / "conda")
     result = make(tmp_path, VIRTUAL_ENV=without, CONDA_PREFIX=conda)
     assert f"ran {conda}/bin/python" in result.stdout
+    assert f"{without} has no torch for CUDA that imports" in result.stderr
+    assert f"{conda} has no" not in result.stderr
 
 
 def test_an_environment_without_the_commands_is_told_what_to_install(tmp_path):
