@@ -138,10 +138,13 @@ def _check_batch(layers: list[Layer], bs: int, where: Where) -> Row:
     if whole is not None:
         try:
             row.replay_us = _median_us(graph.replay)
+            with contextlib.suppress(Exception):  # a profiler that is missing says nothing of us,
+                row.kernels = kernel_count(graph.replay)
+            torch.cuda.synchronize()  # and what failed on the GPU fails here again
+        except torch.OutOfMemoryError:
+            raise
         except Exception as error:
             row.failures.append(f"all layers, replayed: {type(error).__name__}: {error}")
-        with contextlib.suppress(Exception):  # a profiler that is not to be had says nothing of us
-            row.kernels = kernel_count(graph.replay)
     row.equal = not row.failures
     return row
 

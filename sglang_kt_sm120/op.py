@@ -263,7 +263,8 @@ def run(x, x_scale, weight, weight_scale, out_dtype, counters, decision=None):
         out = launch(x, weight, weight_scale, x_scale, out_dtype, choice.config, counters)
     if first:  # only what has run once is known to be compiled
         _choices[key] = decided
-        _launched.add(variant)
+        if variant is not None:  # on the CPU nothing is launched
+            _launched.add(variant)
     if decision is not None:
         decision.append((launch, choice.config))
     return out

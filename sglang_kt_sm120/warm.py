@@ -27,6 +27,7 @@ logger = logging.getLogger("sglang_kt_sm120")
 LOCK_SECONDS = 120.0
 BLOCK_SIZE = [select.BLOCK, select.BLOCK]
 
+_waited_in_vain = False
 _warmed: set[tuple] = set()  # what layers, and `_compile`, need not do again
 
 
@@ -188,7 +189,11 @@ def _exists(file: Path) -> bool:
 
 @contextlib.contextmanager
 def _locked(folder: Path, seconds: float) -> Iterator[None]:
-    """Hold the folder's lock file where it can be had within `seconds`."""
+    """Hold the folder's lock file where it can be had within `seconds`.
+
+    Who has waited that long in vain does not wait again.
+    """
+    global _waited_in_vain
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / "sglang-kt-sm120.lock").open("a")
@@ -196,17 +201,19 @@ def _locked(folder: Path, seconds: float) -> Iterator[None]:
         yield
         return
     with file:
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + (0 if _waited_in_vain else seconds)
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
                 if time.monotonic() > deadline:
-                    logger.warning(
-                        "sglang-kt-sm120: another process has held %s for %.0f s; going on",
-                        file.name, seconds,
-                    )  # fmt: skip
+                    if not _waited_in_vain:
+                        logger.warning(
+                            "sglang-kt-sm120: another process has held %s for %.0f s; going on",
+                            file.name, seconds,
+                        )  # fmt: skip
+                    _waited_in_vain = True
                     break
                 time.sleep(0.05)
             except OSError:  # a file system without locks

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from typer.testing import CliRunner
 
-from sglang_kt_sm120 import cli, devices
+from sglang_kt_sm120 import cli, devices, env, host
 
 RTX = "NVIDIA RTX PRO 6000 Blackwell Server Edition"
 runner = CliRunner()
@@ -14,6 +14,8 @@ runner = CliRunner()
 def pretend_gpus(monkeypatch, *gpus: tuple[str, tuple[int, int]]) -> list[int]:
     """Let torch see these GPUs, by name and capability; return what is made current, in order."""
     made_current: list[int] = []
+    monkeypatch.delenv(env.TEST_CAPABILITY.name, raising=False)
+    monkeypatch.setattr(host, "offer_cutlass", lambda: None)  # no real sglang on a GPU of straw
     monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(gpus))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpus))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: (made_current or [0])[-1])

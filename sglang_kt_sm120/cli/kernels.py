@@ -71,7 +71,11 @@ def graphs(
 
     sizes = sizes or graphs.sglang_batch_sizes(256)
     device, name = torch.device("cuda", index), torch.cuda.get_device_name(index)
-    host.offer_cutlass()
+    try:
+        host.offer_cutlass()
+    except Exception as error:  # this is the tool for a server that is broken
+        why = f"{type(error).__name__}: {error}"
+        print_note(f"sglang does not import ({why}): only our own kernels are checked")
     wanted = {
         kernel
         for layer in layers
@@ -168,7 +172,8 @@ def warm(
     if as_json:
         print_json(True, cache=str(cache), kernels=kernels)
         return
-    out.print(f"{len(kernels)} kernel variants for {device.name} in {cache}", highlight=False)
+    made = f"{len(kernels)} kernel variants for {device.name} in {cache}"
+    out.print(escape(made), highlight=False)
 
 
 def aot(

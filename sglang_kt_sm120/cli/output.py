@@ -13,7 +13,7 @@ import typer
 from rich.cells import cell_len
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import Progress
+from rich.progress import Progress, ProgressColumn
 from rich.table import Table
 from rich.text import Text
 from typer.core import TyperCommand, TyperGroup
@@ -121,9 +121,9 @@ def print_finding(where: str, what: str, colour: str = "red") -> None:
     err.print(f"[{colour}]{escape(where)}:[/] {escape(what)}", soft_wrap=True)
 
 
-def progress() -> Progress:
-    """Return a progress bar on stderr; none where stderr is no terminal."""
-    return Progress(console=err, transient=True, disable=not err.is_terminal)
+def progress(*columns: ProgressColumn) -> Progress:
+    """Return a progress bar on stderr, of rich's columns; none where stderr is no terminal."""
+    return Progress(*columns, console=err, transient=True, disable=not err.is_terminal)
 
 
 def print_note(message: str) -> None:
@@ -187,5 +187,6 @@ class Commands(TyperGroup):
         except (typer.Exit, typer.Abort):
             raise
         except Exception as error:  # a mistake of ours, or a disk that is full
-            print_failure(f"{type(error).__name__}: {error}")
+            with contextlib.suppress(OSError):
+                print_failure(f"{type(error).__name__}: {error}")
             raise

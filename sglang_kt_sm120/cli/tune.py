@@ -25,7 +25,7 @@ from sglang_kt_sm120.cli.options import (
     parse_dtype,
     parse_ms,
 )
-from sglang_kt_sm120.cli.output import err, out, print_json, print_note, table
+from sglang_kt_sm120.cli.output import err, out, print_json, print_note, progress, table
 
 UNITS = {"s": 1, "": 1, "m": 60, "h": 3600}
 
@@ -68,7 +68,7 @@ def tune(
     from sglang_kt_sm120.configs import table as tables
 
     layers = shapes.unique(linears(shape, model, shape_set, tp))
-    ms = parse_ms(m) if m else list(tune.QUICK_MS if quick else tune.MS)
+    ms = parse_ms(m) if m is not None else list(tune.QUICK_MS if quick else tune.MS)
     if not 1 <= min(ms) <= max(ms) <= tables.MAX_M:
         raise typer.BadParameter(f"--m: rows from 1 to {tables.MAX_M}")
     if not export_sglang:  # what decides them is what has to be timed
@@ -214,10 +214,10 @@ def _run_stock(layers, ms, seconds, dtype, *, fresh, export, **_) -> dict:
 @contextlib.contextmanager
 def _progress(compiled: Callable[[], tuple[int, int]] = lambda: (0, 0)):
     """Show two bars, cases and the running case; yield what the tuner tells its events."""
-    from rich.progress import BarColumn, Progress, TextColumn
+    from rich.progress import BarColumn, TextColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[count]}"))
-    with Progress(*columns, console=err, transient=True) as bars:
+    with progress(*columns) as bars:
         outer = bars.add_task("cases", total=None, count="")
         inner = bars.add_task("", total=1.0, count="")
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from rich.markup import escape
 
-from sglang_kt_sm120 import devices, env, graphs, op, shapes
+from sglang_kt_sm120 import devices, env, graphs, host, op, shapes
 from sglang_kt_sm120.aot import compiling
 from sglang_kt_sm120.backends import cutlass
 from tests.commands import RTX, pretend_gpus, run
@@ -119,6 +119,40 @@ def test_graphs_says_before_the_host_builds_for_minutes(wanted, says, monkeypatc
     monkeypatch.setattr(cutlass, "is_built_at_use", lambda name: True)
     monkeypatch.setattr(op, "cutlass_to_prove", lambda *_: (wanted, ()))
     assert run("graphs", "--bs", "1").stderr.count("nvcc minutes") == says
+
+
+def test_graphs_checks_our_kernels_where_sglang_is_broken(monkeypatch):
+    def broken():
+        raise OSError("libcudart.so.13: cannot open shared object file")
+
+    pretend_a_gpu(monkeypatch, lambda *_: [graphs.Row(1)])
+    monkeypatch.setattr(host, "offer_cutlass", broken)
+    result = run("graphs", "--bs", "1", "--json")
+    assert json.loads(result.stdout)["ok"] is True
+    assert "libcudart.so.13" in result.stderr
+    assert "only our own kernels are checked" in " ".join(result.stderr.split())
+
+
+def test_a_fault_in_the_counted_replay_is_found(monkeypatch):
+    """A missing profiler is no fault; one of the GPU comes again when it is waited for."""
+    whole = 1.0, types.SimpleNamespace(replay=lambda: None), []
+    where = types.SimpleNamespace(bytes=lambda: 0, kept=[], pool=None)
+
+    def raises(*_):
+        raise RuntimeError("an illegal memory access")
+
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(graphs, "replace", lambda where, **_: where)
+    monkeypatch.setattr(graphs, "_compare", lambda *_: whole)
+    monkeypatch.setattr(graphs, "_median_us", lambda _: 5.0)
+    monkeypatch.setattr(graphs, "kernel_count", raises)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    row = graphs._check_batch([types.SimpleNamespace(name="x")], 1, where)
+    assert (row.equal, row.kernels) == (True, None)
+    monkeypatch.setattr(torch.cuda, "synchronize", raises)
+    row = graphs._check_batch([types.SimpleNamespace(name="x")], 1, where)
+    assert row.equal is False
+    assert "an illegal memory access" in row.failures[0]
 
 
 def test_the_layers_of_the_graph_check_are_probed_as_a_servers_are(monkeypatch):
