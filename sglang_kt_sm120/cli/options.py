@@ -166,9 +166,9 @@ def need_gpu() -> None:
 
 
 def gpu_to_run_on() -> int:
-    """Return the index of the first SM12x GPU, or of the current one, with a note, without any.
+    """Make the first SM12x GPU current and return its index; without any the current one's.
 
-    Ends the command as `need_gpu` does where there is no GPU at all.
+    A note says so then. Ends the command as `need_gpu` does where there is no GPU at all.
     """
     need_gpu()
     import torch
