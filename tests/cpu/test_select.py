@@ -40,7 +40,9 @@ def test_one_table_of_limits_knows_every_edition(name):
     + [
         ("RTX PRO 6000", "rtx_pro", 1792.0),
         ("rtx 5090", "geforce", 1792.0),
+        ("RTX PRO 6000 Max-Q", "rtx_pro", 1792.0),
         ("GB10", "gb10", 273.0),
+        ("NVIDIA DGX Spark", "gb10", 273.0),
         ("NVIDIA GeForce RTX 5090 D v2", "geforce", 0.0),  # 1344 GB/s
         ("NVIDIA GeForce RTX 5090 D", "geforce", 0.0),
         ("NVIDIA GeForce RTX 5090 Laptop GPU", "geforce", 0.0),
